@@ -1,0 +1,123 @@
+"""The contract between an engine and its attention kernels: all that a backend author reads.
+
+One module exports every name. What each means stands in the file it is defined in:
+
+    types          AttentionType, AttentionCGSupport, MultipleOf
+    backend        AttentionBackend: what can it do
+    builder        AttentionMetadataBuilder: plan once per batch
+    impl           AttentionImpl, MLAAttentionImpl: run a layer
+    metadata       CommonAttentionMetadata: one batch
+    variant        AttentionVariant: score and mask of a layer
+    kv_cache_spec  what a layer keeps in the cache, and how pages lie in memory
+    quant          cache formats and keys of quantised outputs
+    device         DeviceCapability
+    config         the slice of an engine's configuration that backends read
+"""
+
+from attnkit.contract.backend import AttentionBackend, subclass_attention_backend
+from attnkit.contract.builder import AttentionMetadataBuilder, CommonMetadataBuilder
+from attnkit.contract.config import (
+    CacheConfig,
+    CompilationConfig,
+    ModelConfig,
+    ParallelConfig,
+    ParallelContext,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+    get_parallel_context,
+    max_decode_query_len,
+    parallel_context,
+)
+from attnkit.contract.device import DeviceCapability
+from attnkit.contract.impl import (
+    AttentionImpl,
+    AttentionImplBase,
+    AttentionLayer,
+    MLAAttentionImpl,
+)
+from attnkit.contract.kv_cache_spec import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheLayout,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from attnkit.contract.metadata import (
+    COMMON_METADATA_FIELDS,
+    AttentionMetadata,
+    CommonAttentionMetadata,
+)
+from attnkit.contract.quant import (
+    CACHE_DTYPES,
+    CacheDType,
+    GroupShape,
+    KVQuantMode,
+    QuantKey,
+    ScaleDesc,
+    get_kv_quant_mode,
+    kFp8Dynamic64Sym,
+    kFp8Dynamic128Sym,
+    kFp8StaticTensorSym,
+    kNvfp4Dynamic,
+    kv_cache_torch_dtype,
+)
+from attnkit.contract.types import AttentionCGSupport, AttentionType, MultipleOf
+from attnkit.contract.variant import AttentionVariant
+
+__all__ = [
+    "CACHE_DTYPES",
+    "COMMON_METADATA_FIELDS",
+    "AttentionBackend",
+    "AttentionCGSupport",
+    "AttentionImpl",
+    "AttentionImplBase",
+    "AttentionLayer",
+    "AttentionMetadata",
+    "AttentionMetadataBuilder",
+    "AttentionSpec",
+    "AttentionType",
+    "AttentionVariant",
+    "CacheConfig",
+    "CacheDType",
+    "ChunkedLocalAttentionSpec",
+    "CommonAttentionMetadata",
+    "CommonMetadataBuilder",
+    "CompilationConfig",
+    "CrossAttentionSpec",
+    "DeviceCapability",
+    "EncoderOnlyAttentionSpec",
+    "FullAttentionSpec",
+    "GroupShape",
+    "KVCacheLayout",
+    "KVCacheSpec",
+    "KVQuantMode",
+    "MLAAttentionImpl",
+    "MLAAttentionSpec",
+    "MambaSpec",
+    "ModelConfig",
+    "MultipleOf",
+    "ParallelConfig",
+    "ParallelContext",
+    "QuantKey",
+    "ScaleDesc",
+    "SchedulerConfig",
+    "SlidingWindowSpec",
+    "SpeculativeConfig",
+    "VllmConfig",
+    "get_kv_quant_mode",
+    "get_parallel_context",
+    "kFp8Dynamic64Sym",
+    "kFp8Dynamic128Sym",
+    "kFp8StaticTensorSym",
+    "kNvfp4Dynamic",
+    "kv_cache_torch_dtype",
+    "max_decode_query_len",
+    "parallel_context",
+    "subclass_attention_backend",
+]

@@ -1,0 +1,483 @@
+"""AttentionImpl and MLAAttentionImpl: run one layer.
+
+In: built once per layer with the layer's static facts; then, per step, the layer's tensors, its
+cache and the plan its builder made. Out: attention written into `output`. Between build and return
+nothing asks the host: `forward` only launches.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+
+from attnkit.contract.config import get_parallel_context
+from attnkit.contract.quant import (
+    KVQuantMode,
+    QuantKey,
+    get_kv_quant_mode,
+    kFp8Dynamic64Sym,
+    kFp8Dynamic128Sym,
+    kFp8StaticTensorSym,
+    kNvfp4Dynamic,
+)
+from attnkit.contract.types import AttentionType
+
+T = TypeVar("T")
+"""The metadata class a builder makes and its impl reads."""
+
+
+class AttentionLayer(Protocol):
+    """What an impl may read of the layer that calls it.
+
+    Scales are per tensor (shape ()) or per KV head: stored = x / scale, read back = stored * scale.
+    The `_float` twins are host copies, so that a launch need not ask the device.
+    """
+
+    _q_scale: torch.Tensor
+    _k_scale: torch.Tensor
+    _v_scale: torch.Tensor
+    _q_scale_float: float
+    _k_scale_float: float
+    _v_scale_float: float
+    _prob_scale: torch.Tensor
+    """Scale of quantised probabilities, for kernels that quantise them."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+    ) -> torch.Tensor:
+        """Attend and return (num_tokens, num_heads, head_size_v)."""
+        ...
+
+
+class AttentionImplBase(ABC, Generic[T]):
+    """What every impl is, whichever forward it has.
+
+    Ranks are read from the `parallel_context` scope the impl is made under, in `__new__`, so that
+    subclasses need not call a base constructor.
+    """
+
+    is_sparse: ClassVar[bool] = False
+    """The impl attends to chosen (top-k) keys; an MLA layer routes prefills by it."""
+
+    supports_dense_mha_prefill: ClassVar[bool] = True
+    """A sparse MLA impl has `forward_mha` too; False sends prefills through `forward_mqa`."""
+
+    num_heads: int
+    head_size: int
+    scale: float
+
+    can_return_lse_for_decode: bool = False
+    """`forward` can return the log-sum-exp of its rows. Selection asks the class when a layer wants
+    it (context parallelism, merging)."""
+
+    lse_base_on_e: bool = True
+    """The LSE returned is a natural logarithm. False: base 2; the layer then converts it, so that
+    outside an impl an LSE is always natural."""
+
+    supports_pcp: bool = False
+    """Works when the queries of a prompt are spread over ranks."""
+
+    supports_dcp: bool = False
+    """Works when the cache of a request is spread over ranks; needs an LSE."""
+
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = False
+    """Masks queries of several tokens rightly when ranks interleave more than one token at a time."""
+
+    need_to_return_lse_for_decode: bool = False
+    """Set on the instance: `forward` must return (output, lse). True where ranks are merged, or
+    where the layer was built with `return_lse`."""
+
+    supports_quant_query_input: bool = False
+    """`forward` takes queries already quantised with the layer's `_q_scale`."""
+
+    dcp_world_size: int
+    dcp_rank: int
+    pcp_world_size: int
+    pcp_rank: int
+    total_cp_world_size: int
+    total_cp_rank: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> AttentionImplBase[T]:
+        self = super().__new__(cls)
+        context = get_parallel_context()
+        self.dcp_world_size, self.dcp_rank = context.dcp_world_size, context.dcp_rank
+        self.pcp_world_size, self.pcp_rank = context.pcp_world_size, context.pcp_rank
+        self.total_cp_world_size, self.total_cp_rank = self.dcp_world_size, self.dcp_rank
+        self.need_to_return_lse_for_decode = (
+            self.dcp_world_size > 1 and self.can_return_lse_for_decode
+        )
+        return self
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Called once when the checkpoint is loaded: repack what the kernels want repacked.
+
+        Args:
+            act_dtype: dtype activations will have.
+        """
+        return
+
+    def get_impl_variants(self) -> tuple[AttentionImplBase, ...]:
+        """The impls behind this one: itself, or both halves of a hybrid. Code that inspects impls
+        looks at these."""
+        return (self,)
+
+    def prepare_for_batch(self, attn_metadata: T | None) -> None:
+        """Called once per step before the layers run, also with None (a profiling run)."""
+        return
+
+
+class AttentionImpl(AttentionImplBase[T], Generic[T]):
+    """Attention over a cache of keys and values."""
+
+    kv_cache_dtype: str
+
+    @property
+    def kv_quant_mode(self) -> KVQuantMode:
+        """How this layer's cache encodes K and V, from its `kv_cache_dtype`."""
+        return get_kv_quant_mode(self.kv_cache_dtype)
+
+    @abstractmethod
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+    ) -> None:
+        """Keep the layer's static facts; the layer passes these ten by position.
+
+        Further features arrive as keywords, and only when the layer has them: `sinks` (float32,
+        (num_heads,)), `use_alibi_sqrt`, `head_size_v`.
+
+        Args:
+            num_heads: query heads on this rank.
+            head_size: of queries and keys.
+            scale: factor on q.k.
+            num_kv_heads: divides num_heads; None: as many.
+            alibi_slopes: one per query head.
+            sliding_window: keys a query sees, itself included.
+            kv_cache_dtype: a name of `CACHE_DTYPES`.
+            logits_soft_cap: c in c * tanh(score / c); 0 and None: off.
+            attn_type: an `AttentionType`.
+            kv_sharing_target_layer_name: the layer whose cache this one reads and never writes.
+
+        Raises:
+            ConfigurationError: a value is not allowed.
+            UnsupportedConfiguration: a feature this impl does not do.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: T,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend; called by the layer once per step.
+
+        Args:
+            layer: the caller, for its scales.
+            query: (num_tokens, num_heads, head_size). Rows past the plan's tokens are padding.
+            key: (num_tokens, num_kv_heads, head_size) of this step's tokens; already in the cache
+                unless the backend writes itself.
+            value: (num_tokens, num_kv_heads, head_size_v).
+            kv_cache: (num_blocks, num_kv_heads, block_size, head_size + head_size_v), any strides.
+            attn_metadata: what the backend's builder made; None on a profiling run, which must fill
+                `output` with zeros and touch nothing else.
+            output: (num_tokens, num_heads, head_size_v), written in place; padding rows stay.
+            output_scale: scale of a quantised output, if `fused_output_quant_supported` said yes.
+            output_block_scale: where block scales of a quantised output go.
+
+        Returns:
+            `output`, or (output, lse) with lse float32 (num_tokens, num_heads) when
+            `need_to_return_lse_for_decode` is set.
+        """
+        raise NotImplementedError
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write K and V; called before `forward` when the backend leaves the write to the layer.
+
+        The length of `slot_mapping` says how many tokens there are; -1 writes nothing.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must define do_kv_cache_update, since its backend says "
+            "forward_includes_kv_cache_update = False"
+        )
+
+    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
+        """Whether `forward` can write its output quantised like this. Asked by a compiler that
+        looks for a quantisation after attention to fuse."""
+        return False
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        """Whether `do_rope_and_kv_cache_update` is there. Asked by the same kind of compiler."""
+        return False
+
+    def fused_qk_norm_rope_kvcache_supported(self) -> bool:
+        """Whether `do_qk_norm_rope_kvcache_update` is there."""
+        return False
+
+    def fused_qk_norm_mrope_kvcache_supported(self) -> bool:
+        """Whether `do_qk_norm_mrope_kvcache_update` is there."""
+        return False
+
+    def do_rope_and_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        layer_slot_mapping: torch.Tensor,
+    ) -> None:
+        """Rotate query and key in place and write key and value to the cache, in one launch.
+
+        Args:
+            positions: int64 (num_tokens,).
+            cos_sin_cache: (max positions, rotary_dim): cosines, then sines.
+            is_neox: rotate halves; False: neighbouring pairs.
+        """
+        raise NotImplementedError
+
+    def do_qk_norm_rope_kvcache_update(
+        self,
+        layer: AttentionLayer,
+        qkv: torch.Tensor,
+        q_out: torch.Tensor,
+        k_out: torch.Tensor,
+        positions: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        rms_norm_eps: float,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        layer_slot_mapping: torch.Tensor,
+    ) -> None:
+        """Normalise query and key per head (RMS), rotate them and write the cache, in one launch.
+
+        Args:
+            qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_size), read only.
+            q_out, k_out: preallocated, receive the rotated query and key; V is a slice of qkv.
+            q_weight, k_weight: (head_size,) of the norms; rms_norm_eps is their epsilon.
+        """
+        raise NotImplementedError
+
+    def do_qk_norm_mrope_kvcache_update(
+        self,
+        layer: AttentionLayer,
+        qkv: torch.Tensor,
+        q_out: torch.Tensor,
+        positions: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        rms_norm_eps: float,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        mrope_section: tuple[int, int, int],
+        is_interleaved: bool,
+        rotary_dim: int,
+        kv_cache: torch.Tensor,
+        layer_slot_mapping: torch.Tensor,
+    ) -> None:
+        """The same for rotary positions of three axes; the key goes to the cache only.
+
+        Args:
+            positions: int64 (3, num_tokens): time, height, width.
+            mrope_section: how many rotary pairs each axis owns.
+            is_interleaved: axes alternate pair by pair instead of lying in sections.
+            rotary_dim: leading part of head_size that is rotated.
+        """
+        raise NotImplementedError
+
+
+class MLAAttentionImpl(AttentionImplBase[T], Generic[T]):
+    """Attention over a latent cache: prefills expanded per head, decodes absorbed.
+
+    An impl defines `forward_mqa` (and `forward_mha` if it prefills), or, in the older generation,
+    one `forward` for both.
+    """
+
+    hisparse_cache: Any | None = None
+    """Handle of a hot set of latent pages on the device, backed by host memory; None: all there."""
+
+    supports_pcp: bool = True
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> MLAAttentionImpl[T]:
+        if cls.forward_mqa is MLAAttentionImpl.forward_mqa and (
+            cls.forward is MLAAttentionImpl.forward
+        ):
+            raise TypeError(
+                f"Can't instantiate {cls.__name__}: define forward_mqa, or the older forward"
+            )
+        instance = super().__new__(cls, *args, **kwargs)
+        assert isinstance(instance, MLAAttentionImpl)
+        return instance
+
+    @abstractmethod
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: torch.nn.Module,
+        indexer: object | None = None,
+        q_pad_num_heads: int | None = None,
+    ) -> None:
+        """Keep the layer's static facts. The first ten are those of `AttentionImpl`.
+
+        Args:
+            q_lora_rank: of the query's own compression; None: it has none.
+            kv_lora_rank: size of the latent.
+            qk_nope_head_dim, qk_rope_head_dim: parts of a query head without and with rotation.
+            qk_head_dim: their sum.
+            v_head_dim: of values.
+            kv_b_proj: expands a latent to keys (nope part) and values of all heads.
+            indexer: chooses keys in sparse layers.
+            q_pad_num_heads: heads that kernels want queries padded to.
+        """
+        raise NotImplementedError
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: T,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Prefill with keys and values expanded per head; writes `output`.
+
+        Args:
+            q: (num_tokens, num_heads, qk_head_dim).
+            kv_c_normed: (num_tokens, kv_lora_rank) of this step.
+            k_pe: (num_tokens, 1, qk_rope_head_dim) of this step.
+            kv_c_and_k_pe_cache: (num_blocks, block_size, kv_lora_rank + qk_rope_head_dim).
+            k_scale: of a quantised cache.
+            output: (num_tokens, num_heads * v_head_dim).
+        """
+        raise NotImplementedError
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: T,
+        layer: AttentionLayer,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Decode against the latents themselves, the query already absorbed.
+
+        Args:
+            q: (num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim), or its two parts.
+
+        Returns:
+            (output (num_tokens, num_heads, kv_lora_rank), lse (num_tokens, num_heads) or None).
+        """
+        raise NotImplementedError
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        hidden_states_or_cq: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: T,
+        output: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Older generation: one entry for prefills and decodes, queries still compressed."""
+        raise NotImplementedError
+
+    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
+        """True for the four formats that the layer itself writes after attention, whatever the
+        impl: fp8 static, nvfp4, fp8 in groups of 128 and of 64."""
+        return quant_key in (
+            kFp8StaticTensorSym,
+            kNvfp4Dynamic,
+            kFp8Dynamic128Sym,
+            kFp8Dynamic64Sym,
+        )
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """Write latents and rope parts side by side; an empty cache and slot -1 write nothing.
+
+        The default stores plain dtypes; formats with codes are written by impls that declare them.
+
+        Args:
+            kv_c_normed: (num_tokens, kv_lora_rank).
+            k_pe: (num_tokens, 1, qk_rope_head_dim).
+            kv_cache: (num_blocks, block_size, kv_lora_rank + qk_rope_head_dim).
+            slot_mapping: int64 (num_tokens,).
+
+        Raises:
+            NotImplementedError: `kv_cache_dtype` is quantised.
+        """
+        if kv_cache.numel() == 0:
+            return
+        if get_kv_quant_mode(kv_cache_dtype) is not KVQuantMode.NONE:
+            raise NotImplementedError(
+                f"{type(self).__name__} does not write {kv_cache_dtype} latents; "
+                "override do_kv_cache_update or use an unquantised kv_cache_dtype"
+            )
+        rows = torch.cat((kv_c_normed, k_pe.squeeze(1)), dim=-1).to(kv_cache.dtype)
+        slots = slot_mapping.flatten()
+        written = slots >= 0
+        slots = slots[written]
+        block_size = kv_cache.shape[1]
+        kv_cache[slots // block_size, slots % block_size] = rows[: written.shape[0]][written]

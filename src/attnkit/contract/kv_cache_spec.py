@@ -1,0 +1,326 @@
+"""What one layer keeps in the KV cache, and how pages lie in memory.
+
+In: a layer's head counts, sizes and cache format. Out: `KVCacheSpec`s, whose equality decides which
+layers share a block table, whose arithmetic sizes the pool; and `KVCacheLayout`, a permutation of
+one logical shape. Everything is in bytes and tokens; nothing here holds memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from dataclasses import replace as _replace
+from enum import Enum
+
+import torch
+
+from attnkit.contract.quant import KVQuantMode
+from attnkit.contract.types import MultipleOf
+from attnkit.errors import ConfigurationError
+
+
+class KVCacheLayout(Enum):
+    """Order in memory, outermost first, of layers L, blocks B, KV heads H, tokens N, content C.
+
+    The logical shape of a layer's cache is always (B, H, N, C); a layout only changes its strides.
+    Values are the permutation of (L, B, H, N, C).
+    """
+
+    LBHNC = (0, 1, 2, 3, 4)
+    """One tensor a layer, heads before tokens ("HND")."""
+    LBNHC = (0, 1, 3, 2, 4)
+    """One tensor a layer, tokens before heads ("NHD")."""
+    LHBNC = (0, 2, 1, 3, 4)
+    """One tensor a layer, all blocks of a head together."""
+    BLHNC = (1, 0, 2, 3, 4)
+    """All layers of a block together, heads before tokens: one copy moves a block."""
+    BLNHC = (1, 0, 3, 2, 4)
+    """All layers of a block together, tokens before heads."""
+    BHLNC = (1, 2, 0, 3, 4)
+    """All layers of a head of a block together: one copy moves a rank's heads."""
+
+    @classmethod
+    def parse(cls, name: str) -> KVCacheLayout:
+        """A layout by its letters, or "HND" / "NHD".
+
+        Raises:
+            ConfigurationError: the name is not known.
+        """
+        alias = {"HND": "LBHNC", "NHD": "LBNHC"}.get(name.upper(), name.upper())
+        if alias not in cls.__members__:
+            raise ConfigurationError(
+                f"KV cache layout {name!r} is not known; use HND, NHD or one of "
+                f"{', '.join(cls.__members__)}"
+            )
+        return cls[alias]
+
+    @property
+    def is_layer_compact(self) -> bool:
+        """Each layer's cache is one dense region."""
+        return self.value[0] == 0
+
+    @property
+    def is_block_contiguous(self) -> bool:
+        """A block of one layer is one dense page."""
+        return self.value[2:] in ((2, 3, 4), (3, 2, 4))
+
+    @property
+    def is_block_outermost(self) -> bool:
+        """A block of all layers is one dense region."""
+        return self.value[0] == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """What a layer keeps per block of tokens. Layers whose specs are equal form a group.
+
+    Attributes:
+        block_size: tokens in a block.
+        dcp_sharded: blocks are spread over decode-context-parallel ranks.
+        block_stride_alignment: distance between blocks is a multiple of this many tokens' bytes.
+    """
+
+    block_size: int
+    dcp_sharded: bool = False
+    block_stride_alignment: MultipleOf | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ConfigurationError(
+                f"block_size {self.block_size} is not allowed; give at least 1"
+            )
+
+    @property
+    def kind(self) -> str:
+        """The key of this kind of cache in per-kind settings."""
+        return "unknown"
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block of one layer."""
+        raise NotImplementedError
+
+    def max_num_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        """Blocks one request can hold at once.
+
+        Args:
+            max_model_len: longest request in tokens.
+            max_in_flight_tokens: most tokens scheduled but not yet settled in one step.
+        """
+        return math.ceil(max_model_len / self.block_size)
+
+    def max_memory_usage_bytes(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        """Bytes one request can hold at once in one layer."""
+        return self.max_num_blocks(max_model_len, max_in_flight_tokens) * self.page_size_bytes
+
+    def copy_with_new_block_size(self, block_size: int) -> KVCacheSpec:
+        """The same spec for blocks of another size."""
+        return _replace(self, block_size=block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec(KVCacheSpec):
+    """Keys and values of a softmax attention layer.
+
+    Attributes:
+        num_kv_heads: heads on this rank.
+        head_size: of keys.
+        head_size_v: of values; None: as keys.
+        dtype: of cache elements.
+        kv_quant_mode: how the elements encode K and V.
+        page_size_padded: bytes of a page including padding; None: no padding.
+        num_head_slots: heads in the logical shape where a backend packs K and V as separate heads.
+        state_content_bytes: bytes per head and token where a backend packs scales beside the codes.
+        tokens_per_state: tokens that share one cached state.
+    """
+
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    head_size_v: int | None = None
+    kv_quant_mode: KVQuantMode = KVQuantMode.NONE
+    page_size_padded: int | None = None
+    num_head_slots: int | None = None
+    state_content_bytes: int | None = None
+    tokens_per_state: int = 1
+    dcp_sharded: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_size_v is None:
+            object.__setattr__(self, "head_size_v", self.head_size)
+        padded, dense = self.page_size_padded, self.unpadded_page_size_bytes
+        if padded is not None and padded < dense:
+            raise ConfigurationError(
+                f"page_size_padded {padded} is below the {dense} bytes a page needs; give more or None"
+            )
+
+    @property
+    def num_states(self) -> int:
+        """Cached states in a block: block_size unless several tokens share one."""
+        return self.block_size // self.tokens_per_state if self.tokens_per_state > 0 else 1
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes per head and state."""
+        if self.state_content_bytes is not None:
+            return self.state_content_bytes
+        assert self.head_size_v is not None
+        return (self.head_size + self.head_size_v) * self.dtype.itemsize
+
+    @property
+    def content_size(self) -> int:
+        """Elements per head and state: the last dimension C of the logical shape."""
+        return self.content_bytes // self.dtype.itemsize
+
+    @property
+    def head_slots(self) -> int:
+        """Dimension H of the logical shape."""
+        return self.num_head_slots or self.num_kv_heads
+
+    @property
+    def unpadded_page_size_bytes(self) -> int:
+        """Bytes of a page without padding."""
+        return self.head_slots * self.num_states * self.content_bytes
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.page_size_padded or self.unpadded_page_size_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullAttentionSpec(AttentionSpec):
+    """Every token stays visible to all later ones.
+
+    `sliding_window` or `attention_chunk_size` is set where a windowed layer is kept as a full one
+    (the mask still holds; only the freeing of pages is given up).
+    """
+
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    non_causal: bool = False
+
+    @property
+    def kind(self) -> str:
+        return "full_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAAttentionSpec(FullAttentionSpec):
+    """A latent and a rope part shared by all heads: no separate values (`head_size_v` 0)."""
+
+    num_kv_heads: int = 1
+    head_size_v: int | None = 0
+    cache_dtype_str: str | None = None
+
+    @property
+    def kind(self) -> str:
+        return "mla_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindowSpec(AttentionSpec):
+    """Only the last `sliding_window` tokens are visible; blocks wholly before them are freed."""
+
+    sliding_window: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sliding_window < 1:
+            raise ConfigurationError(
+                f"sliding_window {self.sliding_window} sees nothing; give at least 1"
+            )
+
+    @property
+    def kind(self) -> str:
+        return "sliding_window"
+
+    def max_num_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        tokens = min(self.sliding_window - 1 + max_in_flight_tokens, max_model_len)
+        # One more: the window may begin in the middle of a block.
+        return math.ceil(tokens / self.block_size) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedLocalAttentionSpec(AttentionSpec):
+    """Only tokens of the query's own chunk (position // attention_chunk_size) are visible."""
+
+    attention_chunk_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.attention_chunk_size < 1:
+            raise ConfigurationError(
+                f"attention_chunk_size {self.attention_chunk_size} sees nothing; give at least 1"
+            )
+
+    @property
+    def kind(self) -> str:
+        return "chunked_local_attention"
+
+    def max_num_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        tokens = min(self.attention_chunk_size + max_in_flight_tokens, max_model_len)
+        return math.ceil(tokens / self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderOnlyAttentionSpec(AttentionSpec):
+    """Nothing is kept between steps."""
+
+    @property
+    def kind(self) -> str:
+        return "encoder_only_attention"
+
+    def max_num_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossAttentionSpec(AttentionSpec):
+    """Keys and values of the encoder's output, written once per request.
+
+    Attributes:
+        max_encoder_tokens: longest encoder output.
+    """
+
+    max_encoder_tokens: int
+
+    @property
+    def kind(self) -> str:
+        return "cross_attention"
+
+    def max_num_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        return math.ceil(self.max_encoder_tokens / self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaSpec(KVCacheSpec):
+    """The recurrent state of an SSM layer: one block holds one whole state.
+
+    Attributes:
+        shapes: of the state's tensors (convolution, recurrence, ...).
+        dtypes: of the same.
+        mamba_type: which mixer the state belongs to.
+        num_speculative_blocks: further states kept per request for drafts.
+        page_size_padded: bytes of a block including padding; None: no padding.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    mamba_type: str = "mamba2"
+    num_speculative_blocks: int = 0
+    page_size_padded: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return "mamba"
+
+    @property
+    def page_size_bytes(self) -> int:
+        dense = sum(
+            math.prod(s) * d.itemsize for s, d in zip(self.shapes, self.dtypes, strict=True)
+        )
+        return self.page_size_padded or dense
+
+    def max_num_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        return 1 + self.num_speculative_blocks

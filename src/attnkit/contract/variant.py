@@ -1,0 +1,137 @@
+"""AttentionVariant: one description of a layer's score and mask, read by every kernel.
+
+In: the arguments an impl is constructed with. Out: a frozen value that the reference, the CPU
+kernels, the GPU kernels and the oracle all read, so that a new variant is added here once and each
+backend either does it or refuses it.
+
+The order of a score is fixed: q.k * scale, softcap, ALiBi, mask, softmax with the sink as one more
+logit that has no value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attnkit.contract.types import AttentionType
+from attnkit.errors import ConfigurationError
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class AttentionVariant:
+    """A layer's score and mask. Build it with `from_impl_args`, which checks every value.
+
+    Attributes:
+        scale: factor on q.k.
+        sliding_window: a query sees itself and the `sliding_window - 1` keys before it; in encoder
+            types and non-causal batches, keys at a distance below it on both sides. None: no window.
+        logits_soft_cap: c in c * tanh(score / c). None: no cap.
+        alibi_slopes: float32 (num_heads,): slope * (k_pos - q_pos) is added to the score.
+        use_alibi_sqrt: add -slope * sqrt(q_pos - k_pos) for keys at or before the query instead.
+        sinks: float32 (num_heads,): one more logit per head in the denominator, neither scaled nor
+            capped.
+        attn_type: which queries attend to which keys.
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
+    use_alibi_sqrt: bool = False
+    sinks: torch.Tensor | None = None
+    attn_type: AttentionType = AttentionType.DECODER
+
+    @classmethod
+    def from_impl_args(
+        cls,
+        *,
+        num_heads: int,
+        scale: float,
+        alibi_slopes: Sequence[float] | torch.Tensor | None = None,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        sinks: torch.Tensor | None = None,
+        use_alibi_sqrt: bool = False,
+        device: torch.device | str | None = None,
+    ) -> AttentionVariant:
+        """Check and normalise an impl's constructor arguments.
+
+        `logits_soft_cap` 0 means off, as in the seeds. Slopes and sinks become float32 tensors on
+        `device` (default: where they are, lists on the CPU).
+
+        Raises:
+            ConfigurationError: a value is outside what its attribute allows.
+        """
+        if not math.isfinite(scale):
+            raise ConfigurationError(
+                f"scale {scale} is not finite; give a number such as D ** -0.5"
+            )
+        if sliding_window is not None and sliding_window < 1:
+            raise ConfigurationError(
+                f"sliding_window {sliding_window} sees nothing; give at least 1, or None for no window"
+            )
+        if logits_soft_cap is not None and not 0 <= logits_soft_cap < math.inf:
+            raise ConfigurationError(
+                f"logits_soft_cap {logits_soft_cap} is not allowed; give a finite number > 0, or None"
+            )
+        if use_alibi_sqrt and alibi_slopes is None:
+            raise ConfigurationError("use_alibi_sqrt needs alibi_slopes; give one slope per head")
+        try:
+            kind = AttentionType(attn_type)
+        except ValueError:
+            names = ", ".join(t.value for t in AttentionType)
+            raise ConfigurationError(
+                f"attn_type {attn_type!r} is not known; use one of {names}"
+            ) from None
+        return cls(
+            scale=float(scale),
+            sliding_window=sliding_window,
+            logits_soft_cap=float(logits_soft_cap) if logits_soft_cap else None,
+            alibi_slopes=_per_head("alibi_slopes", alibi_slopes, num_heads, device, lowest=False),
+            use_alibi_sqrt=use_alibi_sqrt,
+            sinks=_per_head("sinks", sinks, num_heads, device, lowest=True),
+            attn_type=kind,
+        )
+
+    def to(self, device: torch.device | str) -> AttentionVariant:
+        """The same variant with its per-head tensors on `device`; itself if nothing moves."""
+        device = torch.device(device)
+        tensors = [t for t in (self.alibi_slopes, self.sinks) if t is not None]
+        if all(t.device == device for t in tensors):
+            return self
+        return AttentionVariant(
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            logits_soft_cap=self.logits_soft_cap,
+            alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes.to(device),
+            use_alibi_sqrt=self.use_alibi_sqrt,
+            sinks=None if self.sinks is None else self.sinks.to(device),
+            attn_type=self.attn_type,
+        )
+
+
+def _per_head(
+    name: str,
+    values: Sequence[float] | torch.Tensor | None,
+    num_heads: int,
+    device: torch.device | str | None,
+    lowest: bool,
+) -> torch.Tensor | None:
+    """`values` as float32 (num_heads,). `lowest`: -inf is allowed (a sink that adds nothing)."""
+    if values is None:
+        return None
+    tensor = torch.as_tensor(values, device=device).detach().to(torch.float32).contiguous()
+    if tensor.shape != (num_heads,):
+        raise ConfigurationError(
+            f"{name} has shape {tuple(tensor.shape)}, but the layer has {num_heads} heads; "
+            f"give {num_heads} numbers"
+        )
+    allowed = torch.isfinite(tensor) | (torch.isneginf(tensor) if lowest else False)
+    if not bool(allowed.all()):
+        bad = tensor[~allowed][0].item()
+        raise ConfigurationError(f"{name} contains {bad}; give finite numbers")
+    return tensor
