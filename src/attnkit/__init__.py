@@ -1,1 +1,48 @@
-"""attnkit."""
+"""attnkit: the attention layer of an LLM inference engine as a library.
+
+Import it and get the layer, the paged cache, the batch and the choice of backends; it needs torch
+and numpy and touches no GPU. `attnkit.LLM` (text from a model) brings transformers in when it is
+first asked for. What a backend author needs is in `attnkit.contract`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attnkit.batch import make_batch
+from attnkit.kvcache.pool import PagedKVCache
+from attnkit.layer import Attention, forward_context
+from attnkit.select import AttentionRequest, Selection, backend_names, register, select
+
+if TYPE_CHECKING:
+    from attnkit.runner.llm import LLM
+    from attnkit.runner.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "Attention",
+    "AttentionRequest",
+    "PagedKVCache",
+    "SamplingParams",
+    "Selection",
+    "backend_names",
+    "forward_context",
+    "make_batch",
+    "register",
+    "select",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the runner on first use, so that importing attnkit stays light."""
+    if name == "LLM":
+        from attnkit.runner.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from attnkit.runner.sampling_params import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'attnkit' has no attribute {name!r}")

@@ -27,6 +27,8 @@ from attnkit.contract.types import AttentionType
 T = TypeVar("T")
 """The metadata class a builder makes and its impl reads."""
 
+_Impl = TypeVar("_Impl", bound="AttentionImplBase")
+
 
 class AttentionLayer(Protocol):
     """What an impl may read of the layer that calls it.
@@ -104,7 +106,7 @@ class AttentionImplBase(ABC, Generic[T]):
     total_cp_world_size: int
     total_cp_rank: int
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> AttentionImplBase[T]:
+    def __new__(cls: type[_Impl], *args: Any, **kwargs: Any) -> _Impl:
         self = super().__new__(cls)
         context = get_parallel_context()
         self.dcp_world_size, self.dcp_rank = context.dcp_world_size, context.dcp_rank
@@ -333,16 +335,11 @@ class MLAAttentionImpl(AttentionImplBase[T], Generic[T]):
 
     supports_pcp: bool = True
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> MLAAttentionImpl[T]:
-        if cls.forward_mqa is MLAAttentionImpl.forward_mqa and (
-            cls.forward is MLAAttentionImpl.forward
-        ):
-            raise TypeError(
-                f"Can't instantiate {cls.__name__}: define forward_mqa, or the older forward"
-            )
-        instance = super().__new__(cls, *args, **kwargs)
-        assert isinstance(instance, MLAAttentionImpl)
-        return instance
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ours = MLAAttentionImpl
+        if cls.forward_mqa is ours.forward_mqa and cls.forward is ours.forward:
+            raise TypeError(f"{cls.__name__} must define forward_mqa, or the older forward")
 
     @abstractmethod
     def __init__(

@@ -1,0 +1,228 @@
+"""PagedKVCache: the memory behind block ids.
+
+In: one spec per layer (from `Attention.get_kv_cache_spec`), a number of blocks or a byte budget.
+Out: `cache[layer_name]`, a tensor of logical shape (num_blocks, num_kv_heads, block_size,
+head_size + head_size_v). Which request owns which block is somebody else's business (`blocks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from attnkit.contract import AttentionBackend, AttentionSpec, KVCacheLayout
+from attnkit.errors import CacheError
+from attnkit.kvcache import layout as _layout
+
+NULL_BLOCK = 0
+"""The block that stands where no page is: never written, never read unmasked."""
+
+
+class PagedKVCache:
+    """Pages of every layer, addressed by one set of block ids.
+
+    Block 0 is the null block. With `poison`, fresh pages hold NaN instead of zeros, so that reading
+    what nobody wrote shows in the output (`poison_blocks` does the same to freed ones).
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, AttentionSpec],
+        num_blocks: int,
+        *,
+        device: torch.device | str = "cpu",
+        layout: KVCacheLayout = KVCacheLayout.LBHNC,
+        kernel_block_size: int | None = None,
+        overlays: Sequence[Sequence[str]] | None = None,
+        backends: Mapping[str, type[AttentionBackend]] | None = None,
+        kv_cache_dtype: str = "auto",
+        poison: bool = False,
+    ) -> None:
+        """Allocate.
+
+        Args:
+            specs: what each layer keeps. Layers that share another's cache have none.
+            num_blocks: blocks of `spec.block_size` tokens, the null block included.
+            device: where pages live.
+            layout: order in memory; the logical shape stays the same.
+            kernel_block_size: split each block into blocks of this size for the kernels: block b
+                becomes blocks b * r to b * r + r - 1, and slots stay what they are. None: as the
+                spec says.
+            overlays: layer names that lie over the same memory, since a block belongs to one group
+                of layers at a time. None: every layer has memory of its own.
+            backends: layer name -> backend class, for older backends that ask for a cache shape of
+                their own.
+            kv_cache_dtype: handed to those.
+            poison: fill pages with NaN.
+
+        Raises:
+            CacheError: fewer than 2 blocks, a page that cannot be split, overlaid layers of
+                different specs, or a layout that cannot hold the specs.
+        """
+        if not specs:
+            raise CacheError("a KV cache needs at least one layer's spec")
+        if num_blocks < 2:
+            raise CacheError(
+                f"{num_blocks} blocks leave no page beside the null block; give at least 2"
+            )
+        self.specs = dict(specs)
+        self.num_blocks = num_blocks
+        self.layout = layout
+        self.device = torch.device(device)
+        block_size = next(iter(specs.values())).block_size
+        self.blocks_per_block = _split(self.specs.values(), block_size, kernel_block_size)
+        self.kernel_block_size = block_size // self.blocks_per_block
+        self._tensors = self._allocate(overlays, backends or {}, kv_cache_dtype)
+        self._poison = poison
+        if poison:
+            for tensor in self._tensors.values():
+                _fill_nan(tensor)
+
+    @classmethod
+    def from_bytes(
+        cls,
+        specs: Mapping[str, AttentionSpec],
+        num_bytes: int,
+        *,
+        device: torch.device | str = "cpu",
+        layout: KVCacheLayout = KVCacheLayout.LBHNC,
+        kernel_block_size: int | None = None,
+        overlays: Sequence[Sequence[str]] | None = None,
+        poison: bool = False,
+    ) -> PagedKVCache:
+        """As many blocks as fit into `num_bytes`; arguments as in the constructor.
+
+        Raises:
+            CacheError: the budget holds fewer than 2 blocks.
+        """
+        per_block = block_bytes(specs, overlays)
+        num_blocks = num_bytes // per_block
+        if num_blocks < 2:
+            raise CacheError(
+                f"{num_bytes} bytes hold {num_blocks} blocks of {per_block} bytes (all layers); "
+                f"give at least {2 * per_block}: one page beside the null block"
+            )
+        return cls(
+            specs,
+            num_blocks,
+            device=device,
+            layout=layout,
+            kernel_block_size=kernel_block_size,
+            overlays=overlays,
+            poison=poison,
+        )
+
+    def __getitem__(self, layer_name: str) -> torch.Tensor:
+        """The cache of a layer.
+
+        Raises:
+            CacheError: no layer of this name has a cache.
+        """
+        if layer_name not in self._tensors:
+            raise CacheError(
+                f"no layer {layer_name!r} in this cache; it has {', '.join(self._tensors)}"
+            )
+        return self._tensors[layer_name]
+
+    def __contains__(self, layer_name: str) -> bool:
+        return layer_name in self._tensors
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held by all layers together; overlaid memory counts once."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self.values()}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    def values(self) -> Iterable[torch.Tensor]:
+        """The layers' tensors."""
+        return self._tensors.values()
+
+    def poison_blocks(self, block_ids: Iterable[int]) -> None:
+        """Fill the pages of these blocks (ids of whole blocks, not kernel blocks) with NaN."""
+        ratio = self.blocks_per_block
+        ids = [b * ratio + i for b in block_ids for i in range(ratio)]
+        if not ids:
+            return
+        index = torch.tensor(ids, device=self.device)
+        for tensor in self._tensors.values():
+            tensor[index] = _nan_like(tensor)
+
+    def _allocate(
+        self,
+        overlays: Sequence[Sequence[str]] | None,
+        backends: Mapping[str, type[AttentionBackend]],
+        kv_cache_dtype: str,
+    ) -> dict[str, torch.Tensor]:
+        num_kernel_blocks = self.num_blocks * self.blocks_per_block
+        kernel_specs = {
+            name: spec.copy_with_new_block_size(spec.block_size // self.blocks_per_block)
+            for name, spec in self.specs.items()
+        }
+        tensors: dict[str, torch.Tensor] = {}
+        for name, backend in backends.items():
+            spec = kernel_specs[name]
+            assert isinstance(spec, AttentionSpec)
+            own = _layout.allocate_old_generation(
+                backend, spec, num_kernel_blocks, kv_cache_dtype, self.device
+            )
+            if own is not None:
+                tensors[name] = own
+        names = [n for n in kernel_specs if n not in tensors]
+        shared = _storages(names, overlays, self.specs)
+        firsts = [kernel_specs[members[0]] for members in shared]
+        if firsts:
+            storages = _layout.allocate(firsts, num_kernel_blocks, self.layout, self.device)  # type: ignore[arg-type]
+            for members, tensor in zip(shared, storages, strict=True):
+                tensors.update(dict.fromkeys(members, tensor))
+        return {name: tensors[name] for name in self.specs}
+
+
+def block_bytes(
+    specs: Mapping[str, AttentionSpec], overlays: Sequence[Sequence[str]] | None = None
+) -> int:
+    """Bytes of one block over all layers; layers that overlay each other count once."""
+    shared = _storages(list(specs), overlays, specs)
+    return sum(specs[members[0]].page_size_bytes for members in shared)
+
+
+def _storages(
+    names: Sequence[str],
+    overlays: Sequence[Sequence[str]] | None,
+    specs: Mapping[str, AttentionSpec],
+) -> list[list[str]]:
+    """Layer names by the memory they lie in; layers in no overlay are alone."""
+    groups = [[n for n in members if n in names] for members in overlays or ()]
+    overlaid = {n for members in groups for n in members}
+    groups = [g for g in groups if g] + [[n] for n in names if n not in overlaid]
+    for members in groups:
+        shapes = {(specs[n].page_size_bytes, specs[n].dtype, specs[n].head_slots) for n in members}
+        if len(shapes) > 1:
+            raise CacheError(f"layers {', '.join(members)} overlay each other but differ in pages")
+    return groups
+
+
+def _split(specs: Iterable[AttentionSpec], block_size: int, kernel_block_size: int | None) -> int:
+    """Kernel blocks per block."""
+    if kernel_block_size is None:
+        return 1
+    if kernel_block_size < 1 or block_size % kernel_block_size:
+        raise CacheError(
+            f"blocks of {block_size} tokens do not split into kernel blocks of {kernel_block_size}; "
+            "give a divisor"
+        )
+    if any(spec.page_size_padded is not None for spec in specs):
+        raise CacheError(
+            "a padded page cannot be split into kernel blocks; give a smaller block size"
+        )
+    return block_size // kernel_block_size
+
+
+def _nan_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A scalar that decodes to NaN, or for integers to the largest code."""
+    value = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+    return torch.tensor(value, device=tensor.device).to(tensor.dtype)
+
+
+def _fill_nan(tensor: torch.Tensor) -> None:
+    tensor.copy_(_nan_like(tensor).expand(tensor.shape))

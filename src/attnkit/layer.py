@@ -1,0 +1,456 @@
+"""Attention: one layer, from projected q, k, v to its output, through whichever backend it chose.
+
+In: built once with the layer's static facts; then, per step, q, k, v, the layer's cache and the plan
+its builder made for the batch. Out: the attention output, with the log-sum-exp if asked. The layer
+has no parameters of its own: it writes K and V, runs the impl and returns.
+
+Under torch.compile the whole of it is one opaque node, `torch.ops.attnkit.attention`; plan and cache
+then come from the `forward_context` around the compiled call, since a graph cannot carry them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from attnkit.contract import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionSpec,
+    AttentionType,
+    CommonAttentionMetadata,
+    DeviceCapability,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    VllmConfig,
+    get_kv_quant_mode,
+    kv_cache_torch_dtype,
+)
+from attnkit.errors import BatchError, ConfigurationError
+from attnkit.select import AttentionRequest, select
+
+_COUNTER = itertools.count()
+_LAYERS: WeakValueDictionary[str, Attention] = WeakValueDictionary()
+"""Handle -> layer: a custom op can only carry a string."""
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """Plans and caches of a step, by layer name."""
+
+    attn_metadata: Mapping[str, Any]
+    kv_caches: Mapping[str, torch.Tensor]
+
+
+_FORWARD_CONTEXT: ContextVar[ForwardContext | None] = ContextVar(
+    "attnkit_forward_context", default=None
+)
+
+
+@contextmanager
+def forward_context(
+    attn_metadata: Mapping[str, Any], kv_caches: Mapping[str, torch.Tensor]
+) -> Iterator[None]:
+    """Layers called inside without a cache and a plan take them from here, by their name.
+
+    Args:
+        attn_metadata: layer name -> plan; a layer without one is profiled (writes zeros).
+        kv_caches: layer name -> cache.
+    """
+    token = _FORWARD_CONTEXT.set(ForwardContext(attn_metadata, kv_caches))
+    try:
+        yield
+    finally:
+        _FORWARD_CONTEXT.reset(token)
+
+
+class Attention(nn.Module):
+    """One attention layer over a paged cache.
+
+    Attributes:
+        backend: the chosen backend class.
+        selection: how it was chosen; print it.
+        impl: the backend's impl, which runs the layer.
+        layer_name: unique name; keys of caches and plans.
+        cache_name: whose cache it reads: its own, or that of the layer it shares.
+    """
+
+    _q_scale: torch.Tensor
+    _k_scale: torch.Tensor
+    _v_scale: torch.Tensor
+    _prob_scale: torch.Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float | None = None,
+        num_kv_heads: int | None = None,
+        *,
+        alibi_slopes: Sequence[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        use_alibi_sqrt: bool = False,
+        head_size_v: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        backend: str | type[AttentionBackend] = "auto",
+        layer_name: str | None = None,
+        block_size: int = 16,
+        return_lse: bool = False,
+        use_non_causal: bool = False,
+        vllm_config: Any | None = None,
+    ) -> None:
+        """Choose a backend and build its impl.
+
+        Args:
+            num_heads: query heads.
+            head_size: of queries and keys.
+            scale: factor on q.k; None: head_size ** -0.5.
+            num_kv_heads: divides num_heads; None: as many.
+            alibi_slopes: one per query head.
+            sliding_window: keys a query sees, itself included; None: all.
+            kv_cache_dtype: cache format; "auto": the dtype of the layer.
+            logits_soft_cap: c in c * tanh(score / c); None: off.
+            attn_type: an `AttentionType`.
+            kv_sharing_target_layer_name: read that layer's cache and write none.
+            sinks: float (num_heads,), one more logit per head in the denominator.
+            use_alibi_sqrt: the square-root form of ALiBi.
+            head_size_v: of values; None: as keys.
+            dtype: of q, k, v and the output.
+            device: where it runs.
+            backend: a name, a class, or "auto".
+            layer_name: None: one is made up.
+            block_size: tokens in a kernel block.
+            return_lse: return (output, lse).
+            use_non_causal: batches with `causal` False will come.
+            vllm_config: engine configuration handed to the builder; None: the defaults.
+
+        Raises:
+            ConfigurationError: a value is not allowed.
+            BackendError: no such backend, or it cannot serve this layer; with every reason.
+        """
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_heads(num_heads, num_kv_heads, head_size, head_size_v, block_size)
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_size = head_size
+        self.head_size_v = head_size if head_size_v is None else head_size_v
+        self.scale = 1 / math.sqrt(head_size) if scale is None else scale
+        self.sliding_window = sliding_window
+        self.attn_type = AttentionType(attn_type)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.dtype, self.device = dtype, torch.device(device)
+        self.block_size = block_size
+        number = next(_COUNTER)
+        self.layer_name = f"attention.{number}" if layer_name is None else layer_name
+        self.cache_name = kv_sharing_target_layer_name or self.layer_name
+        self.return_lse = return_lse
+        self.vllm_config = VllmConfig() if vllm_config is None else vllm_config
+        get_kv_quant_mode(kv_cache_dtype)  # An unknown format is the user's mistake, not a refusal.
+
+        self.selection = select(
+            AttentionRequest(
+                head_size=head_size,
+                head_size_v=self.head_size_v,
+                dtype=dtype,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                kv_cache_dtype=kv_cache_dtype,
+                block_size=block_size,
+                has_sink=sinks is not None,
+                device_capability=DeviceCapability.of(self.device),
+                attn_type=self.attn_type.value,
+                has_sliding_window=sliding_window is not None,
+                use_non_causal=use_non_causal,
+                use_alibi=alibi_slopes is not None,
+                use_alibi_sqrt=use_alibi_sqrt,
+                has_logits_soft_cap=bool(logits_soft_cap),
+                return_lse=return_lse,
+            ),
+            backend,
+        )
+        self.backend = self.selection.backend
+        extras: dict[str, Any] = {}
+        if sinks is not None:
+            extras["sinks"] = sinks.to(self.device)
+        if use_alibi_sqrt:
+            extras["use_alibi_sqrt"] = True
+        if self.head_size_v != head_size:
+            extras["head_size_v"] = self.head_size_v
+        impl_cls = self.backend.get_impl_cls()
+        assert issubclass(impl_cls, AttentionImpl), f"{impl_cls} has no dense forward"
+        self.impl = impl_cls(
+            num_heads,
+            head_size,
+            self.scale,
+            num_kv_heads,
+            None if alibi_slopes is None else list(alibi_slopes),
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            self.attn_type.value,
+            kv_sharing_target_layer_name,
+            **extras,
+        )
+        if return_lse:
+            self.impl.need_to_return_lse_for_decode = True
+        for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
+            self.register_buffer(name, torch.ones((), device=self.device), persistent=False)
+        self._q_scale_float = self._k_scale_float = self._v_scale_float = 1.0
+        # Older impls return a new tensor unless their backend accepts a buffer.
+        parameter = inspect.signature(impl_cls.forward).parameters["output"]
+        self._passes_output = (
+            parameter.default is inspect.Parameter.empty or self.backend.accept_output_buffer
+        )
+        self._writes_cache = (
+            not self.backend.forward_includes_kv_cache_update
+            and kv_sharing_target_layer_name is None
+            and self.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+        )
+        self._builder: AttentionMetadataBuilder[Any] | None = None
+        self._handle = f"{self.layer_name}#{number}"
+        _LAYERS[self._handle] = self
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"head_size={self.head_size}, backend={self.selection.name}"
+        )
+
+    def get_kv_cache_spec(self, block_size: int | None = None) -> AttentionSpec | None:
+        """What this layer keeps in the cache; None if nothing (encoders, layers that share).
+
+        Args:
+            block_size: tokens in a block; None: the layer's kernel block size.
+
+        Raises:
+            ConfigurationError: cross attention, whose spec needs the encoder's longest output: make
+                a `CrossAttentionSpec`.
+        """
+        if self.cache_name != self.layer_name:
+            return None
+        if self.attn_type is AttentionType.ENCODER_DECODER:
+            raise ConfigurationError(
+                "a cross-attention layer cannot know the encoder's longest output; "
+                "make a CrossAttentionSpec yourself"
+            )
+        if self.attn_type is not AttentionType.DECODER:
+            return None
+        facts: dict[str, Any] = {
+            "block_size": self.block_size if block_size is None else block_size,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "head_size_v": self.head_size_v,
+            "dtype": kv_cache_torch_dtype(self.kv_cache_dtype, self.dtype),
+            "kv_quant_mode": get_kv_quant_mode(self.kv_cache_dtype),
+        }
+        if self.sliding_window is None:
+            spec: AttentionSpec = FullAttentionSpec(**facts)
+        else:
+            spec = SlidingWindowSpec(sliding_window=self.sliding_window, **facts)
+        return self.backend.customize_spec(spec)
+
+    def make_builder(
+        self, layer_names: Sequence[str] | None = None
+    ) -> AttentionMetadataBuilder[Any]:
+        """A builder for a group of layers equal to this one.
+
+        Args:
+            layer_names: of the group; None: this layer alone.
+        """
+        spec = self.get_kv_cache_spec() or FullAttentionSpec(
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            head_size_v=self.head_size_v,
+            dtype=kv_cache_torch_dtype(self.kv_cache_dtype, self.dtype),
+        )
+        names = [self.layer_name] if layer_names is None else list(layer_names)
+        return self.backend.get_builder_cls()(spec, names, self.vllm_config, self.device)
+
+    def build(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        """Plan a batch; the plan serves every layer equal to this one for this step.
+
+        Args:
+            common_attn_metadata: from `attnkit.make_batch`, or an engine's own.
+        """
+        if self._builder is None:
+            self._builder = self.make_builder()
+        return self._builder.build(0, common_attn_metadata)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Call once when a checkpoint's scales are loaded: host copies follow the tensors."""
+        self.impl.process_weights_after_loading(act_dtype)
+        for name in ("_q_scale", "_k_scale", "_v_scale"):
+            scale: torch.Tensor = getattr(self, name)
+            if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+                raise ConfigurationError(f"{name} is {scale.tolist()}; scales are finite and > 0")
+            setattr(self, f"{name}_float", float(scale.max()))
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor | None = None,
+        attn_metadata: Any | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Write K and V into the cache, attend, return.
+
+        Args:
+            query: (num_tokens, num_heads, head_size), or the last two flattened.
+            key: (num_tokens, num_kv_heads, head_size), likewise; None where the cache is shared.
+            value: (num_tokens, num_kv_heads, head_size_v), likewise.
+            kv_cache: this layer's cache; None: from `forward_context`.
+            attn_metadata: this step's plan; None: from `forward_context`, and without one there
+                either a profiling run, which returns zeros.
+
+        Returns:
+            The output, shaped as `query` with head_size_v; with `return_lse` also the lse, float32
+            (num_tokens, num_heads), natural logarithm.
+
+        Raises:
+            BatchError: a tensor does not fit the layer; nothing has been written.
+        """
+        q = self._heads("query", query, self.num_heads, self.head_size)
+        k = v = None
+        if key is not None and value is not None:
+            k = self._heads("key", key, self.num_kv_heads, self.head_size)
+            v = self._heads("value", value, self.num_kv_heads, self.head_size_v)
+        elif self._writes_cache:
+            raise BatchError(
+                f"layer {self.layer_name} got no key or value but owns a cache to write; "
+                "pass both, or set kv_sharing_target_layer_name"
+            )
+        output = q.new_empty(q.shape[0], self.num_heads, self.head_size_v)
+        lse = (
+            torch.full((q.shape[0], self.num_heads), -math.inf, device=q.device)
+            if self.return_lse
+            else None
+        )
+        if torch.compiler.is_compiling():
+            if kv_cache is not None or attn_metadata is not None:
+                raise ConfigurationError(
+                    "a compiled graph cannot carry a cache or a plan; leave them out and put "
+                    "attnkit.forward_context(...) around the compiled call"
+                )
+            torch.ops.attnkit.attention(q, k, v, output, lse, self._handle)
+        else:
+            self._run(q, k, v, output, lse, kv_cache, attn_metadata)
+        if query.dim() == 2:
+            output = output.flatten(1)
+        return output if lse is None else (output, lse)
+
+    def _run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+        attn_metadata: Any | None,
+    ) -> None:
+        """Fill `output` and `lse`; what the custom op stands for."""
+        if attn_metadata is None and (context := _FORWARD_CONTEXT.get()) is not None:
+            attn_metadata = context.attn_metadata.get(self.layer_name)
+            kv_cache = context.kv_caches.get(self.cache_name) if kv_cache is None else kv_cache
+        if attn_metadata is None:
+            output.zero_()
+            return
+        if kv_cache is None:
+            if self.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
+                raise BatchError(
+                    f"layer {self.layer_name} got a plan but no cache; pass cache[{self.cache_name!r}]"
+                )
+            kv_cache = query.new_empty(0)
+        if self._writes_cache:
+            assert key is not None
+            assert value is not None
+            self.impl.do_kv_cache_update(self, key, value, kv_cache, attn_metadata.slot_mapping)
+        result = self.impl.forward(
+            self,
+            query,
+            key,  # type: ignore[arg-type]
+            value,  # type: ignore[arg-type]
+            kv_cache,
+            attn_metadata,
+            *((output,) if self._passes_output else ()),
+        )
+        if isinstance(result, tuple):
+            result, rows = result
+            if lse is not None:
+                if not self.impl.lse_base_on_e:
+                    rows = rows * math.log(2)
+                lse[: rows.shape[0]] = rows
+        if not self._passes_output:
+            output.copy_(result.view_as(output))
+
+    def _heads(self, name: str, x: torch.Tensor, heads: int, size: int) -> torch.Tensor:
+        if x.dim() == 2 and x.shape[1] == heads * size:
+            x = x.unflatten(1, (heads, size))
+        if x.dim() != 3 or x.shape[1] != heads or x.shape[2] != size:
+            raise BatchError(
+                f"{name} of layer {self.layer_name} has shape {tuple(x.shape)}; give "
+                f"(num_tokens, {heads}, {size}) or (num_tokens, {heads * size})"
+            )
+        if x.dtype != self.dtype:
+            raise BatchError(
+                f"{name} of layer {self.layer_name} is {x.dtype}, the layer was built for {self.dtype}"
+            )
+        return x
+
+
+def _check_heads(
+    num_heads: int, num_kv_heads: int, head_size: int, head_size_v: int | None, block_size: int
+) -> None:
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ConfigurationError(
+            f"{num_heads} query heads do not divide over {num_kv_heads} KV heads; "
+            "give a num_kv_heads that divides num_heads"
+        )
+    for name, size in (("head_size", head_size), ("head_size_v", head_size_v)):
+        if size is not None and size < 1:
+            raise ConfigurationError(f"{name} {size} is not allowed; give at least 1")
+    if block_size < 1:
+        raise ConfigurationError(f"block_size {block_size} is not allowed; give at least 1")
+
+
+@torch.library.custom_op("attnkit::attention", mutates_args=("output", "lse"))
+def _attention_op(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    handle: str,
+) -> None:
+    _LAYERS[handle]._run(query, key, value, output, lse, None, None)
+
+
+@_attention_op.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    handle: str,
+) -> None:
+    return None

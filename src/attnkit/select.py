@@ -1,0 +1,354 @@
+"""Choose a backend and say why: pure, and possible for a device that is not here.
+
+In: an `AttentionRequest` (what a layer needs) and "auto" or a name. Out: a `Selection`: the class,
+and a decision with every reason for each candidate that was looked at. By name a backend runs or
+raises with all reasons; nothing falls back in silence.
+
+Names: the table of attnkit, `register`ed ones, entry points of the group `attnkit.backends`,
+`path/to/file.py:Class` and `package.module:Class`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from attnkit.backends import BACKENDS
+from attnkit.contract import AttentionBackend, AttentionType, DeviceCapability
+from attnkit.errors import (
+    BackendUnavailable,
+    UnknownBackend,
+    UnsupportedConfiguration,
+)
+
+ENTRY_POINT_GROUP = "attnkit.backends"
+ENV_BACKEND = "ATTNKIT_BACKEND"
+
+_REGISTERED: dict[str, type[AttentionBackend]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRequest:
+    """What a layer needs of a backend: the questions of `validate_configuration`, and our own.
+
+    Attributes:
+        head_size_v: of values; None: as keys.
+        kv_cache_dtype: None: any will do.
+        block_size: the user's own; None: any will do.
+        device_capability: where it is to run; the device need not be here.
+        return_lse: the log-sum-exp is wanted too.
+    """
+
+    head_size: int
+    dtype: torch.dtype
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    head_size_v: int | None = None
+    kv_cache_dtype: str | None = "auto"
+    block_size: int | None = None
+    use_mla: bool = False
+    has_sink: bool = False
+    use_sparse: bool = False
+    use_mm_prefix: bool = False
+    use_per_head_quant_scales: bool = False
+    device_capability: DeviceCapability = field(default_factory=DeviceCapability.cpu)
+    attn_type: str = AttentionType.DECODER
+    has_sliding_window: bool = False
+    use_non_causal: bool = False
+    use_batch_invariant: bool = False
+    use_kv_connector: bool = False
+    use_pcp: bool = False
+    use_adaptive_verification: bool = False
+    use_dcp: bool = False
+    use_rswa: bool = False
+    use_alibi: bool = False
+    use_alibi_sqrt: bool = False
+    has_logits_soft_cap: bool = False
+    return_lse: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What became of one candidate.
+
+    Attributes:
+        name: it goes by.
+        reasons: why it cannot serve; empty: it can.
+        cost: its relative cost, where it can serve.
+        chosen: it is the winner.
+    """
+
+    name: str
+    reasons: tuple[str, ...] = ()
+    cost: float | None = None
+    chosen: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """A chosen backend and how it came to be chosen.
+
+    Attributes:
+        asked: "auto", a name, or where the name came from.
+        decisions: one per candidate, in the order they were looked at.
+    """
+
+    name: str
+    backend: type[AttentionBackend]
+    asked: str
+    decisions: tuple[Decision, ...]
+
+    def __str__(self) -> str:
+        return format_decisions(self.asked, self.decisions)
+
+
+def format_decisions(asked: str, decisions: tuple[Decision, ...]) -> str:
+    """One line per candidate: chosen, possible at a cost, or refused with every reason."""
+    lines = [f"backend asked for: {asked}"]
+    for d in decisions:
+        if d.chosen:
+            lines.append(f"  {d.name}: chosen (cost {d.cost:g})")
+        elif not d.reasons:
+            lines.append(f"  {d.name}: possible (cost {d.cost:g})")
+        else:
+            lines.append(f"  {d.name}: refused: {'; '.join(d.reasons)}")
+    return "\n".join(lines)
+
+
+def register(name: str, backend: type[AttentionBackend]) -> None:
+    """Make a backend choosable by name in this process; registering a name again replaces it.
+
+    Raises:
+        UnknownBackend: `name` belongs to the table or is "auto".
+    """
+    if name in BACKENDS or name == "auto":
+        raise UnknownBackend(f"{name!r} is taken by attnkit itself; register under another name")
+    _REGISTERED[name] = _check_class(name, backend)
+
+
+def backend_names() -> dict[str, str]:
+    """Every name that can be chosen -> where it comes from. Nothing is imported."""
+    names = dict.fromkeys(BACKENDS, "attnkit")
+    names.update({p.name: f"entry point {p.value}" for p in _entry_points().values()})
+    names.update(dict.fromkeys(_REGISTERED, "registered"))
+    return names
+
+
+def resolve(name: str) -> type[AttentionBackend]:
+    """The class a name stands for, imported.
+
+    Raises:
+        UnknownBackend: nothing has this name.
+        BackendUnavailable: a library it needs is not installed.
+        Exception: whatever a broken module raises at import, unchanged.
+    """
+    if name in BACKENDS:
+        return _load(name, BACKENDS[name])
+    if name in _REGISTERED:
+        return _REGISTERED[name]
+    points = _entry_points()
+    if name in points:
+        return _load(name, points[name].value)
+    if ":" in name:
+        return _load(name, name)
+    known = ", ".join(backend_names())
+    raise UnknownBackend(
+        f"no backend is called {name!r}; use auto, {known}, path/to/file.py:Class or "
+        "package.module:Class"
+    )
+
+
+def reasons_against(
+    backend: type[AttentionBackend], request: AttentionRequest, *, here: bool = True
+) -> tuple[str, ...]:
+    """Every reason why `backend` cannot serve `request`; empty if it can.
+
+    Args:
+        here: it must also be able to run on this machine. False asks about the device named in the
+            request only.
+    """
+    reasons: list[str] = []
+    if here and (absent := backend.is_available()) is not None:
+        reasons.append(absent)
+    reasons += backend.validate_configuration(
+        head_size=request.head_size,
+        dtype=request.dtype,
+        kv_cache_dtype=request.kv_cache_dtype,
+        block_size=request.block_size,
+        use_mla=request.use_mla,
+        has_sink=request.has_sink,
+        use_sparse=request.use_sparse,
+        use_mm_prefix=request.use_mm_prefix,
+        use_per_head_quant_scales=request.use_per_head_quant_scales,
+        device_capability=request.device_capability,
+        attn_type=request.attn_type,
+        has_sliding_window=request.has_sliding_window,
+        use_non_causal=request.use_non_causal,
+        use_batch_invariant=request.use_batch_invariant,
+        use_kv_connector=request.use_kv_connector,
+        use_pcp=request.use_pcp,
+        use_adaptive_verification=request.use_adaptive_verification,
+        use_dcp=request.use_dcp,
+        use_rswa=request.use_rswa,
+    )
+    head_size_v = request.head_size if request.head_size_v is None else request.head_size_v
+    ours = (
+        (request.use_alibi, backend.supports_alibi(), "ALiBi"),
+        (request.use_alibi_sqrt, backend.supports_alibi_sqrt(), "square-root ALiBi"),
+        (request.has_logits_soft_cap, backend.supports_logits_soft_cap(), "logits soft cap"),
+        (
+            head_size_v != request.head_size and not request.use_mla,
+            backend.supports_head_size_v(request.head_size, head_size_v),
+            f"value head size {head_size_v} beside key head size {request.head_size}",
+        ),
+        (request.return_lse, backend.supports_lse(), "log-sum-exp output"),
+    )
+    reasons += [
+        f"{feature} is asked for, which this backend does not do"
+        for asked, has, feature in ours
+        if asked and not has
+    ]
+    return tuple(reasons)
+
+
+def select(
+    request: AttentionRequest,
+    backend: str | type[AttentionBackend] = "auto",
+    *,
+    here: bool = True,
+    environ: Mapping[str, str] = os.environ,
+) -> Selection:
+    """Choose a backend.
+
+    Args:
+        request: what the layer needs.
+        backend: a class, a name, or "auto": then the environment variable ATTNKIT_BACKEND names
+            one, or the candidate of lowest cost wins, the table's order deciding between equals.
+            Registered and entry-point backends are chosen by name only.
+        here: as in `reasons_against`.
+        environ: where ATTNKIT_BACKEND is looked up.
+
+    Raises:
+        UnknownBackend: no backend has this name.
+        BackendUnavailable: the named one cannot run here.
+        UnsupportedConfiguration: the named one, or every candidate, cannot serve; with all reasons.
+    """
+    if not isinstance(backend, str):
+        return _by_name(backend.get_name(), backend, backend.get_name(), request, here)
+    asked = backend
+    if backend == "auto":
+        backend = environ.get(ENV_BACKEND, "auto")
+        if backend != "auto":
+            asked = f"{backend} (from {ENV_BACKEND})"
+    if backend == "auto":
+        return _automatic(request, here)
+    return _by_name(backend, resolve(backend), asked, request, here)
+
+
+def _by_name(
+    name: str, cls: type[AttentionBackend], asked: str, request: AttentionRequest, here: bool
+) -> Selection:
+    absent = cls.is_available() if here else None
+    if absent is not None:
+        raise BackendUnavailable(
+            f"backend {asked} cannot run on this machine: {absent}; install or provide that, or use "
+            "backend='auto'"
+        )
+    reasons = reasons_against(cls, request, here=here)
+    if reasons:
+        raise UnsupportedConfiguration(
+            f"backend {asked} cannot serve this layer: {'; '.join(reasons)}. Change the layer, or "
+            "use backend='auto'",
+            reasons,
+        )
+    decision = Decision(name=name, cost=cls.estimate_cost(request), chosen=True)
+    return Selection(name=name, backend=cls, asked=asked, decisions=(decision,))
+
+
+def _automatic(request: AttentionRequest, here: bool) -> Selection:
+    candidates: list[tuple[str, type[AttentionBackend] | None, Decision]] = []
+    for name in BACKENDS:
+        try:
+            cls = resolve(name)
+        except BackendUnavailable as absent:
+            candidates.append((name, None, Decision(name=name, reasons=(str(absent),))))
+            continue
+        reasons = reasons_against(cls, request, here=here)
+        cost = None if reasons else cls.estimate_cost(request)
+        candidates.append((name, cls, Decision(name=name, reasons=reasons, cost=cost)))
+    able = [(d.cost, i) for i, (_, _, d) in enumerate(candidates) if d.cost is not None]
+    decisions = tuple(d for _, _, d in candidates)
+    if not able:
+        raise UnsupportedConfiguration(
+            "no backend can serve this layer.\n" + format_decisions("auto", decisions),
+            tuple(r for d in decisions for r in d.reasons),
+        )
+    winner = min(able)[1]
+    name, cls, best = candidates[winner]
+    assert cls is not None
+    chosen = Decision(name=name, cost=best.cost, chosen=True)
+    decisions = (*decisions[:winner], chosen, *decisions[winner + 1 :])
+    return Selection(name=name, backend=cls, asked="auto", decisions=decisions)
+
+
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    return {p.name: p for p in points if p.name not in BACKENDS}
+
+
+def _load(name: str, path: str) -> type[AttentionBackend]:
+    where, _, class_name = path.rpartition(":")
+    try:
+        module = _load_file(where) if where.endswith(".py") else importlib.import_module(where)
+    except ModuleNotFoundError as missing:
+        absent = missing.name or ""
+        if where == absent or where.startswith(absent + "."):
+            raise UnknownBackend(
+                f"backend {name!r}: there is no module {absent!r}; check the path"
+            ) from missing
+        if absent.split(".")[0] == where.split(".")[0]:
+            raise  # The backend's own package is broken, which is not the same as absent.
+        raise BackendUnavailable(f"{absent} is not installed") from missing
+    found = getattr(module, class_name, None)
+    if found is None:
+        raise UnknownBackend(f"backend {name!r}: {where} has no class {class_name!r}")
+    return _check_class(name, found)
+
+
+def _load_file(path: str) -> ModuleType:
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise UnknownBackend(f"there is no file {path}; give a path to a Python file, then :Class")
+    # Named after its path, so that two files of one name do not meet in sys.modules.
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _check_class(name: str, found: object) -> type[AttentionBackend]:
+    if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
+        raise UnknownBackend(
+            f"backend {name!r} is {found!r}, not a subclass of attnkit.contract.AttentionBackend"
+        )
+    return found
