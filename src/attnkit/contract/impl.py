@@ -53,8 +53,8 @@ class AttentionLayer(Protocol):
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         attn_metadata: Any,
-    ) -> torch.Tensor:
-        """Attend and return (num_tokens, num_heads, head_size_v)."""
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend and return (num_tokens, num_heads, head_size_v), with the LSE if it was built so."""
         ...
 
 
@@ -107,7 +107,7 @@ class AttentionImplBase(ABC, Generic[T]):
     total_cp_rank: int
 
     def __new__(cls: type[_Impl], *args: Any, **kwargs: Any) -> _Impl:
-        self = super().__new__(cls)
+        self = object.__new__(cls)
         context = get_parallel_context()
         self.dcp_world_size, self.dcp_rank = context.dcp_world_size, context.dcp_rank
         self.pcp_world_size, self.pcp_rank = context.pcp_world_size, context.pcp_rank
