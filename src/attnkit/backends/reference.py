@@ -1,0 +1,259 @@
+"""The reference backend: eager torch on any device, written like the formula. It defines what is right.
+
+In: the contract's batch, one layer's tensors and its paged cache. Out: attention, one request and
+one query row at a time, in float32. A row gathers exactly the keys it sees, so what is invisible is
+neither read into a product nor multiplied by zero. It is slow on purpose: nothing here is clever.
+
+`docs/semantics.md` is the same law in words; the conformance kit's oracle is the same law in
+float64, without pages and without this code.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+
+from attnkit.contract import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    AttentionType,
+    AttentionVariant,
+    CommonAttentionMetadata,
+    CommonMetadataBuilder,
+)
+from attnkit.errors import UnsupportedConfiguration
+from attnkit.kvcache.write import write_kv
+
+_CACHELESS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+
+class ReferenceBackend(AttentionBackend):
+    """Every variant of dense attention, any head size, any page size, any device."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float32", "float16", "bfloat16"]
+    forward_includes_kv_cache_update = True
+    accept_output_buffer = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "reference"
+
+    @staticmethod
+    def get_impl_cls() -> type[ReferenceImpl]:
+        return ReferenceImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        return CommonMetadataBuilder
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in tuple(AttentionType)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_alibi(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_alibi_sqrt(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_logits_soft_cap(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_head_size_v(cls, head_size: int, head_size_v: int) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        # A row's arithmetic depends on its own keys alone, so there is no mode to switch.
+        return True
+
+    @classmethod
+    def estimate_cost(cls, request: Any) -> float:
+        # Chosen by `auto` only where nothing else serves.
+        return 1000.0
+
+
+class ReferenceImpl(AttentionImpl[CommonAttentionMetadata]):
+    """One layer, row by row. Reads lengths from the device on every call, so it cannot be captured."""
+
+    can_return_lse_for_decode = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+        use_alibi_sqrt: bool = False,
+        head_size_v: int | None = None,
+    ) -> None:
+        if not ReferenceBackend.supports_kv_cache_dtype(kv_cache_dtype):
+            allowed = ", ".join(ReferenceBackend.supported_kv_cache_dtypes)
+            reason = f"KV cache dtype {kv_cache_dtype} is not supported (allowed: {allowed})"
+            raise UnsupportedConfiguration(f"reference: {reason}", (reason,))
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.head_size_v = head_size_v or head_size
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.variant = AttentionVariant.from_impl_args(
+            num_heads=num_heads,
+            scale=scale,
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=attn_type,
+            sinks=sinks,
+            use_alibi_sqrt=use_alibi_sqrt,
+        )
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CommonAttentionMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Write this step's K and V, then attend. Keys are read back from the cache, except by the
+        encoder types, which attend to `key` and `value` themselves.
+
+        Cross attention (`ENCODER_DECODER`) sees the first `encoder_seq_lens` tokens of the cache.
+        """
+        if attn_metadata is None:
+            output.zero_()
+            return output
+        variant = self.variant.to(query.device)
+        cacheless = variant.attn_type in _CACHELESS
+        writes = not cacheless and key is not None and self.kv_sharing_target_layer_name is None
+        if writes:
+            write_kv(key, value, kv_cache, attn_metadata.slot_mapping)
+
+        lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float32, device=query.device)
+        starts = attn_metadata.query_start_loc.tolist()
+        kv_lens = attn_metadata.seq_lens
+        if variant.attn_type == AttentionType.ENCODER_DECODER:
+            assert attn_metadata.encoder_seq_lens is not None, "cross attention needs encoder lengths"
+            kv_lens = attn_metadata.encoder_seq_lens
+        for request, kv_len in enumerate(kv_lens.tolist()):
+            rows = slice(starts[request], starts[request + 1])
+            if cacheless:
+                keys, values = key[rows], value[rows]
+            else:
+                keys, values = self._gather(
+                    kv_cache, attn_metadata.block_table_tensor[request], kv_len
+                )
+            causal = _is_causal(attn_metadata, variant, request)
+            first = kv_len - (rows.stop - rows.start)
+            for position, row in enumerate(range(rows.start, rows.stop), start=first):
+                seen = _visible(position, keys.shape[0], variant, causal, query.device)
+                output[row], lse[row] = _attend_row(
+                    query[row], keys[seen], values[seen], seen - position, variant
+                )
+        return (output, lse) if self.need_to_return_lse_for_decode else output
+
+    def _gather(
+        self, kv_cache: torch.Tensor, block_table: torch.Tensor, kv_len: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One request's keys and values in order: (kv_len, num_kv_heads, size)."""
+        block_size = kv_cache.shape[2]
+        blocks = block_table[: -(-kv_len // block_size)].long()
+        tokens = kv_cache[blocks].transpose(1, 2).flatten(0, 1)[:kv_len]
+        return tokens[..., : self.head_size], tokens[..., self.head_size :]
+
+
+def _is_causal(batch: CommonAttentionMetadata, variant: AttentionVariant, request: int) -> bool:
+    """Whether a request's queries are blind to what comes after them; only a decoder's can be."""
+    if variant.attn_type != AttentionType.DECODER:
+        return False
+    if isinstance(batch.causal, torch.Tensor):
+        return bool(batch.causal[request])
+    return batch.causal
+
+
+def _visible(
+    position: int, kv_len: int, variant: AttentionVariant, causal: bool, device: torch.device
+) -> torch.Tensor:
+    """int64 (n,): positions of the keys a query at `position` sees, in order.
+
+    A query may stand before the first key (more queries than keys): if causal, it sees nothing.
+    """
+    first, last = 0, kv_len - 1
+    if causal:
+        last = min(last, position)
+    if variant.sliding_window is not None:
+        first = max(first, position - variant.sliding_window + 1)
+        if not causal:
+            last = min(last, position + variant.sliding_window - 1)
+    return torch.arange(first, max(first, last + 1), device=device)
+
+
+def _attend_row(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    ahead: torch.Tensor,
+    variant: AttentionVariant,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention of one query over the keys it sees.
+
+    Args:
+        query: (num_heads, head_size).
+        keys: (n, num_kv_heads, head_size); each serves num_heads / num_kv_heads neighbouring heads.
+        values: (n, num_kv_heads, head_size_v).
+        ahead: (n,), key position minus query position.
+
+    Returns:
+        (num_heads, head_size_v) and LSE (num_heads,), both float32. Without keys: 0, and the sink's
+        logit or -inf.
+    """
+    group = query.shape[0] // keys.shape[1]
+    keys = keys.float().repeat_interleave(group, dim=1)
+    values = values.float().repeat_interleave(group, dim=1)
+
+    score = torch.einsum("hd,nhd->hn", query.float(), keys) * variant.scale
+    if variant.logits_soft_cap is not None:
+        score = variant.logits_soft_cap * torch.tanh(score / variant.logits_soft_cap)
+    if variant.alibi_slopes is not None:
+        distance = -torch.sqrt((-ahead).clamp(min=0).float()) if variant.use_alibi_sqrt else ahead
+        score = score + variant.alibi_slopes[:, None] * distance
+
+    sink = variant.sinks if variant.sinks is not None else score.new_full(score.shape[:1], -math.inf)
+    logits = torch.cat([score, sink[:, None]], dim=1)
+    weights = torch.softmax(logits, dim=1)[:, :-1]
+    return torch.einsum("hn,nhd->hd", weights, values), torch.logsumexp(logits, dim=1)

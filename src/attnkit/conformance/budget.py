@@ -1,0 +1,131 @@
+"""How far a right answer may be from the float64 one: an error budget measured on the data itself.
+
+In: a request's inputs in the tested dtype, its meaning and the oracle's answer. Out: an allowed
+error for every element of output and LSE. No tolerance is written down anywhere else.
+
+The budget of an element is
+
+    2 * E + (rounding of its own size)
+
+where E is the largest error that the plain computation makes on this request: the textbook formula
+in eager torch with every intermediate (scores, weights, output) rounded to the tested dtype. A
+kernel that keeps float32 accumulators is well inside; one that loses more than the plain formula
+loses is wrong. The rounding terms keep the budget from vanishing where the plain computation happens
+to be exact (one visible key, small integers):
+
+- weights and output are each rounded once to the tested dtype: 2 * eps(dtype) * sum(weight * |value|)
+  (twice the half-ulp of each);
+- a score s is computed in float32 by some order of operations (fma or not, log2(e) folded into the
+  scale or not), which moves it by at most 4 * eps(float32) * |s| and a weight by that much
+  relatively; accumulating n weights adds eps(float32) * log2(n).
+
+An LSE is always float32, so its own rounding is that of float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from attnkit.conformance.oracle import Answer, Array, Meaning, visible
+
+_EPS32 = float(torch.finfo(torch.float32).eps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Allowed absolute errors, elementwise, for one request.
+
+    Attributes:
+        out: (q_len, num_heads, head_size_v).
+        lse: (q_len, num_heads).
+    """
+
+    out: Array
+    lse: Array
+
+
+def budget_for(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    meaning: Meaning,
+    answer: Answer,
+    *,
+    cache_dtype: torch.dtype | None = None,
+) -> Budget:
+    """The budget of one request whose queries are its last tokens.
+
+    Args:
+        q: (q_len, num_heads, head_size) in the tested dtype.
+        k: (kv_len, num_kv_heads, head_size) as read from the cache.
+        v: (kv_len, num_kv_heads, head_size_v) as read from the cache.
+        meaning: what `answer` was computed with.
+        answer: the oracle's.
+        cache_dtype: the coarser of this and q's dtype sets the rounding. None: q's.
+    """
+    dtype = _coarser(q.dtype, cache_dtype or q.dtype)
+    out, lse = _plain(q, k, v, meaning, dtype)
+    finite = np.isfinite(answer.lse)
+    out_error = _largest(np.abs(out - answer.out))
+    lse_error = _largest(np.abs(lse[finite] - answer.lse[finite]))
+    eps = float(torch.finfo(dtype).eps)
+    score_rounding = _EPS32 * (4.0 * answer.largest_score + np.log2(2.0 + k.shape[0]))
+    tiny = float(torch.finfo(q.dtype).smallest_normal)
+    return Budget(
+        out=2.0 * out_error
+        + (2.0 * eps + score_rounding[..., None]) * answer.weight_of_value
+        + tiny,
+        lse=2.0 * lse_error
+        + score_rounding
+        + 2.0 * _EPS32 * np.abs(np.where(finite, answer.lse, 0.0)),
+    )
+
+
+def _coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    return max(a, b, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _largest(error: Array) -> float:
+    """Largest error of the plain run; where it overflows (float16 scores) it sets no budget."""
+    error = error[np.isfinite(error)]
+    return float(error.max(initial=0.0))
+
+
+def _plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meaning: Meaning, dtype: torch.dtype
+) -> tuple[Array, Array]:
+    """The formula in eager torch on the CPU, each step's result rounded to `dtype`."""
+    q, k, v = (x.detach().cpu().to(dtype) for x in (q, k, v))
+    q_len, num_heads, _ = q.shape
+    kv_len, num_kv_heads, _ = k.shape
+    group = num_heads // num_kv_heads
+    k = k.repeat_interleave(group, dim=1)
+    v = v.repeat_interleave(group, dim=1)
+    key_positions = np.arange(kv_len, dtype=np.int64)
+    query_positions = kv_len - q_len + np.arange(q_len, dtype=np.int64)
+    seen = torch.from_numpy(visible(query_positions, key_positions, meaning))
+    score = torch.einsum("qhd,khd->hqk", q, k) * meaning.scale
+    if meaning.soft_cap is not None:
+        score = meaning.soft_cap * torch.tanh(score / meaning.soft_cap)
+    if meaning.alibi_slopes is not None:
+        ahead = torch.from_numpy(key_positions[None, :] - query_positions[:, None])
+        slopes = torch.tensor(list(meaning.alibi_slopes), dtype=torch.float32)[:, None, None]
+        if meaning.alibi_sqrt:
+            bias = -slopes * torch.sqrt((-ahead).clamp_min(0).float())
+        else:
+            bias = slopes * ahead.float()
+        score = (score.float() + bias).to(dtype)
+    score = score.masked_fill(~seen, -torch.inf)
+    if meaning.sinks is None:
+        sink = torch.full((num_heads,), -torch.inf)
+    else:
+        sink = torch.tensor(list(meaning.sinks), dtype=torch.float32)
+    column = sink[:, None, None].expand(num_heads, q_len, 1)
+    logits = torch.cat([score.float(), column], dim=-1)
+    lse = torch.logsumexp(logits, dim=-1)
+    weights = torch.nan_to_num(torch.softmax(logits, dim=-1)[..., :-1]).to(dtype)
+    out = torch.einsum("hqk,khd->qhd", weights, v)
+    return out.double().numpy(), lse.T.double().numpy()

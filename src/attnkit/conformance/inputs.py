@@ -1,0 +1,349 @@
+"""Tensors for a case: seeded numbers, scattered pages, and poison wherever nobody may read.
+
+In: a `Case`, the layer's cache spec, a device. Out: `Inputs`: q, k, v of the step, a filled cache,
+a batch, and for the judge the same tokens as whole sequences.
+
+Poison goes into every page and slot that no query of the step sees (free pages, the null block,
+slots past the length, keys left of every window), into the padding rows of q, k and v, and into the
+slots this step is about to write. Block-table cells past a request's length name pages of poison
+and pages of other requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from attnkit.conformance.cases import Case
+from attnkit.conformance.oracle import Meaning, visible
+from attnkit.contract import (
+    AttentionSpec,
+    AttentionType,
+    CommonAttentionMetadata,
+    kv_cache_torch_dtype,
+)
+from attnkit.kvcache.pool import PagedKVCache
+
+LAYER = "layer"
+_OTHER_LAYER = "other"
+_SPARE = 3
+"""Free pages beside the used ones, at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeSequence:
+    """One request as the judge sees it, on the CPU.
+
+    Attributes:
+        q: (q_len, num_heads, head_size) in the layer's dtype.
+        k: (kv_len, num_kv_heads, head_size) in the dtype of the cache it is read back from.
+        v: (kv_len, num_kv_heads, head_size_v), likewise.
+        meaning: score and mask.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    meaning: Meaning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a case is run with.
+
+    Attributes:
+        query: (num_tokens + padding, num_heads, head_size).
+        key, value: of the step; all poison, and not to be written, for cross attention, whose keys
+            are in the cache already.
+        kv_cache: (num_blocks, num_kv_heads, block_size, head_size + head_size_v). Empty for types
+            without a cache.
+        other_cache: cache of another layer in the same memory, where the layout interleaves them.
+        batch: the step.
+        sequences: per real request.
+        first_block: pages below this one, the null block aside, are not part of the case.
+    """
+
+    case: Case
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    kv_cache: torch.Tensor
+    other_cache: torch.Tensor | None
+    batch: CommonAttentionMetadata
+    sequences: tuple[WholeSequence, ...]
+    first_block: int
+
+    def cache_pages(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the null block and of all pages of the case."""
+        return self.kv_cache[:1], self.kv_cache[max(1, self.first_block) :]
+
+
+def alibi_slopes(case: Case) -> list[float] | None:
+    """One distinct slope per head, geometric as in the paper (arXiv 2108.12409), from 1/2 down."""
+    if not case.alibi:
+        return None
+    return [2.0 ** -(8.0 * (h + 1) / case.num_heads) * 8 for h in range(case.num_heads)]
+
+
+def sink_logits(case: Case) -> list[float] | None:
+    """One distinct logit per head, from small to larger than most scores."""
+    if not case.sinks:
+        return None
+    return [-1.0 + 4.0 * h / max(1, case.num_heads - 1) for h in range(case.num_heads)]
+
+
+def meaning_of(case: Case, request: int) -> Meaning:
+    """What the layer means for one request of the case."""
+    return Meaning(
+        scale=case.softmax_scale,
+        causal=case.is_causal(request),
+        window=case.sliding_window,
+        soft_cap=case.logits_soft_cap,
+        alibi_slopes=alibi_slopes(case),
+        alibi_sqrt=case.alibi_sqrt,
+        sinks=sink_logits(case),
+    )
+
+
+def make_inputs(
+    case: Case,
+    spec: AttentionSpec | None,
+    device: torch.device | str = "cpu",
+    *,
+    poison: float = math.nan,
+    page_seed: int = 0,
+) -> Inputs:
+    """Build a case's tensors.
+
+    Args:
+        case: what to build.
+        spec: what the layer keeps; None for types without a cache.
+        device: where the tensors live.
+        poison: what stands where nothing may be read; anything but NaN is clamped to the dtype.
+        page_seed: other values give other pages and free pages, and the same numbers.
+    """
+    rng = np.random.default_rng(case.seed)
+    sequences = _sequences(case, rng)
+    query, key, value = _step_tensors(case, sequences, poison)
+    pages = _Pages(case, np.random.default_rng((case.seed, page_seed)))
+    device = torch.device(device)
+    kv_cache, other = torch.empty(0, device=device), None
+    if not case.is_cacheless:
+        assert spec is not None
+        kv_cache, other = _cache(case, spec, pages, device)
+        _fill(case, sequences, pages, kv_cache, poison)
+        if other is not None:
+            other.fill_(7.0)
+    return Inputs(
+        case=case,
+        query=query.to(device),
+        key=key.to(device),
+        value=value.to(device),
+        kv_cache=kv_cache,
+        other_cache=other,
+        batch=_batch(case, pages, device),
+        sequences=tuple(_as_cached(case, s) for s in sequences),
+        first_block=case.first_block,
+    )
+
+
+def clone_cache(inputs: Inputs) -> Inputs:
+    """The same inputs on a cache of their own, with equal strides."""
+    if inputs.kv_cache.numel() == 0:
+        return inputs
+    fresh = torch.empty_strided(
+        inputs.kv_cache.shape,
+        inputs.kv_cache.stride(),
+        dtype=inputs.kv_cache.dtype,
+        device=inputs.kv_cache.device,
+    )
+    return replace(inputs, kv_cache=fresh.copy_(inputs.kv_cache), other_cache=None)
+
+
+def _sequences(case: Case, rng: np.random.Generator) -> list[WholeSequence]:
+    """Random tokens per request; shared pages hold the same tokens in all."""
+
+    def draw(*shape: int, gain: float = 1.0) -> torch.Tensor:
+        numbers = rng.standard_normal(shape).astype(np.float32) * np.float32(gain)
+        return torch.from_numpy(numbers).to(case.dtype)
+
+    heads, size, size_v = case.num_kv_heads, case.head_size, case.value_size
+    shared = case.shared_blocks * case.block_size
+    k_shared, v_shared = draw(shared, heads, size), draw(shared, heads, size_v)
+    result = []
+    for request, (q_len, kv_len) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
+        q = draw(q_len, case.num_heads, size, gain=case.query_gain)
+        k, v = draw(kv_len, heads, size), draw(kv_len, heads, size_v)
+        common = min(shared, kv_len)
+        k[:common], v[:common] = k_shared[:common], v_shared[:common]
+        result.append(WholeSequence(q=q, k=k, v=v, meaning=meaning_of(case, request)))
+    return result
+
+
+def _step_tensors(
+    case: Case, sequences: Sequence[WholeSequence], poison: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v of the step, packed; padding rows, and tokens that stand before the first key, hold
+    poison."""
+    num_rows = case.num_tokens + case.padding_tokens
+    bad = _poison(case.dtype, poison)
+    query = torch.full((num_rows, case.num_heads, case.head_size), bad, dtype=case.dtype)
+    key = torch.full((num_rows, case.num_kv_heads, case.head_size), bad, dtype=case.dtype)
+    value = torch.full((num_rows, case.num_kv_heads, case.value_size), bad, dtype=case.dtype)
+    row = 0
+    for s in sequences:
+        end, new = row + s.q.shape[0], min(s.q.shape[0], s.k.shape[0])
+        query[row:end] = s.q
+        if new and not _is_cross(case):
+            key[end - new : end], value[end - new : end] = s.k[-new:], s.v[-new:]
+        row = end
+    return query, key, value
+
+
+class _Pages:
+    """Which pages a case's requests own: scattered, unordered, never starting at block 0."""
+
+    def __init__(self, case: Case, rng: np.random.Generator) -> None:
+        needs = [-(-s // case.block_size) for s in case.seq_lens]
+        if case.is_cacheless:
+            needs = [0] * len(needs)
+        shared = min([case.shared_blocks, *[n for n in needs if n]], default=0)
+        num_used = sum(needs)
+        self.num_blocks = case.first_block + 2 * num_used + _SPARE + 1
+        ids = case.first_block + 1 + rng.permutation(2 * num_used + _SPARE)
+        taken = iter(int(i) for i in ids)
+        common = [next(taken) for _ in range(shared)]
+        self.tables = [
+            common[:need] + [next(taken) for _ in range(need - min(shared, need))]
+            for need in needs
+        ]
+        self.slack = rng.choice(ids, size=(len(needs) + case.padding_reqs, 2))
+
+
+def _cache(
+    case: Case, spec: AttentionSpec, pages: _Pages, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    specs = {LAYER: spec}
+    if not case.layout.is_layer_compact:
+        specs[_OTHER_LAYER] = spec
+    cache = PagedKVCache(specs, pages.num_blocks, device=device, layout=case.layout)
+    return cache[LAYER], cache[_OTHER_LAYER] if _OTHER_LAYER in specs else None
+
+
+def _fill(
+    case: Case,
+    sequences: Sequence[WholeSequence],
+    pages: _Pages,
+    kv_cache: torch.Tensor,
+    poison: float,
+) -> None:
+    """Poison everywhere, then each context token that some query of its request may see."""
+    expected = (pages.num_blocks, case.num_kv_heads, case.block_size)
+    assert kv_cache.shape == (*expected, case.head_size + case.value_size), kv_cache.shape
+    bad = _poison(kv_cache.dtype, poison)
+    kv_cache[0] = bad
+    kv_cache[max(1, case.first_block) :] = bad
+    # A shared page holds what any of its requests sees, so it is filled once for all of them.
+    for request, s in enumerate(sequences):
+        for position in np.flatnonzero(_seen(case, request)):
+            block = pages.tables[request][position // case.block_size]
+            slot = kv_cache[block, :, position % case.block_size]
+            slot[:, : case.head_size] = s.k[position].to(kv_cache.dtype)
+            slot[:, case.head_size :] = s.v[position].to(kv_cache.dtype)
+
+
+def _seen(case: Case, request: int) -> np.ndarray:
+    """Bool (kv_len,): in the cache before this step, and seen by some query of it."""
+    q_len, kv_len = case.query_lens[request], case.seq_lens[request]
+    keys = np.arange(kv_len, dtype=np.int64)
+    queries = kv_len - q_len + np.arange(q_len, dtype=np.int64)
+    seen = visible(queries, keys, meaning_of(case, request)).any(axis=0)
+    if case.attn_type is AttentionType.ENCODER_DECODER:
+        return seen
+    return seen & (keys < kv_len - q_len)
+
+
+def _batch(case: Case, pages: _Pages, device: torch.device) -> CommonAttentionMetadata:
+    """The batch, written out by hand: it may say what `make_batch` refuses (more queries than keys)."""
+    num_reqs = case.num_reqs + case.padding_reqs
+    padded = [0] * case.padding_reqs
+    query_lens = np.array([*case.query_lens, *padded], dtype=np.int64)
+    kv_lens = np.array([*case.seq_lens, *padded], dtype=np.int64)
+    query_start_loc = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+
+    tables = [*pages.tables, *[[] for _ in padded]]
+    width = max((len(t) for t in tables), default=0) + 2
+    table = np.zeros((num_reqs, width), dtype=np.int32)
+    slots, positions = [], []
+    for r, ids in enumerate(tables):
+        table[r, : len(ids)] = ids
+        if ids:
+            table[r, len(ids) :] = np.resize(pages.slack[r], width - len(ids))
+        first = int(kv_lens[r] - query_lens[r])
+        for position in range(first, int(kv_lens[r])):
+            writes = bool(ids) and position >= 0 and not _is_cross(case)
+            slots.append(_slot(ids, position, case.block_size) if writes else -1)
+            positions.append(max(0, position))
+        if case.freed_window and ids:
+            assert case.sliding_window is not None
+            # Whole pages before the first query's window.
+            gone = max(0, first - case.sliding_window + 1) // case.block_size
+            table[r, : min(gone, len(ids))] = 0
+    slots += [-1] * case.padding_tokens
+    positions += [0] * case.padding_tokens
+
+    def up(values: np.ndarray | list[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(values), dtype=dtype).to(device)
+
+    causal: bool | torch.Tensor
+    if isinstance(case.causal, tuple):
+        causal = torch.tensor([*case.causal, *[True] * case.padding_reqs]).to(device)
+    else:
+        causal = case.causal
+    cross = _is_cross(case)
+    # A decoder's own lengths are no guide to what cross attention sees.
+    seq_lens = query_lens + 3 * (query_lens > 0) if cross else kv_lens
+    slack = 37 if case.padding_reqs else 0
+    return CommonAttentionMetadata(
+        query_start_loc=up(query_start_loc, torch.int32),
+        query_start_loc_cpu=torch.from_numpy(query_start_loc),
+        seq_lens=up(seq_lens, torch.int32),
+        num_reqs=num_reqs,
+        num_actual_tokens=case.num_tokens,
+        max_query_len=int(query_lens.max(initial=0)),
+        # An upper bound is allowed, so give one where the batch is padded.
+        max_seq_len=int(seq_lens.max(initial=0)) + slack,
+        block_table_tensor=up(table, torch.int32),
+        slot_mapping=up(slots, torch.int64),
+        causal=causal,
+        encoder_seq_lens=up(kv_lens, torch.int32) if cross else None,
+        encoder_seq_lens_cpu=kv_lens.astype(np.int32) if cross else None,
+        positions=up(positions, torch.int64),
+        is_prefilling=torch.from_numpy((query_lens == seq_lens) & (query_lens > 0)),
+        seq_lens_cpu_upper_bound=torch.as_tensor(seq_lens, dtype=torch.int32),
+    )
+
+
+def _is_cross(case: Case) -> bool:
+    return case.attn_type is AttentionType.ENCODER_DECODER
+
+
+def _slot(ids: Sequence[int], position: int, block_size: int) -> int:
+    return ids[position // block_size] * block_size + position % block_size
+
+
+def _as_cached(case: Case, s: WholeSequence) -> WholeSequence:
+    """K and V as they are read back: through the cache's dtype, unless there is no cache."""
+    if case.is_cacheless:
+        return s
+    dtype = kv_cache_torch_dtype(case.kv_cache_dtype, case.dtype)
+    return replace(s, k=s.k.to(dtype), v=s.v.to(dtype))
+
+
+def _poison(dtype: torch.dtype, value: float) -> float:
+    """`value`, or the largest of the dtype where that is less (infinities and NaN stay)."""
+    return value if not math.isfinite(value) else min(value, torch.finfo(dtype).max)

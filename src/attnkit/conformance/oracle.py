@@ -1,0 +1,163 @@
+"""The judge's own arithmetic: one request's attention in float64 on whole, contiguous sequences.
+
+In: q, k, v of one request as numpy arrays and the meaning of the layer as plain numbers. Out: the
+output, its LSE and two magnitudes from which `budget` derives how far a rounded computation may be
+off. It knows no pages, no batch and no backend, and shares no code with any of them, so that a
+mistake in one of those cannot hide here. `docs/semantics.md` is the law it implements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meaning:
+    """What a score is and which keys a query sees, without defaults from anywhere else.
+
+    Attributes:
+        scale: factor on q.k.
+        causal: keys after the query are invisible.
+        window: keys at a distance of `window` or more before the query are invisible; without
+            `causal`, after it too. None: no window.
+        soft_cap: c in c * tanh(score / c). None: no cap.
+        alibi_slopes: per head, added as slope * (key position - query position).
+        alibi_sqrt: added as -slope * sqrt(query position - key position) instead, and nothing for
+            keys after the query.
+        sinks: per head, a logit in the denominator that carries no value.
+    """
+
+    scale: float
+    causal: bool = True
+    window: int | None = None
+    soft_cap: float | None = None
+    alibi_slopes: Sequence[float] | None = None
+    alibi_sqrt: bool = False
+    sinks: Sequence[float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Float64 results for q rows and heads.
+
+    Attributes:
+        out: (q_len, num_heads, head_size_v); zero where a row sees no key.
+        lse: (q_len, num_heads), natural log of the denominator; -inf where it is zero.
+        weight_of_value: (q_len, num_heads, head_size_v), sum of weight * |value|: what a relative
+            error of the weights is multiplied with.
+        largest_score: (q_len, num_heads), largest |term| that was added into a visible score.
+    """
+
+    out: Array
+    lse: Array
+    weight_of_value: Array
+    largest_score: Array
+
+
+def visible(
+    query_positions: npt.NDArray[np.int64], key_positions: npt.NDArray[np.int64], meaning: Meaning
+) -> npt.NDArray[np.bool_]:
+    """Bool (q_len, kv_len): the key is seen by the query."""
+    ahead = key_positions[None, :] - query_positions[:, None]
+    seen = np.ones(ahead.shape, dtype=np.bool_)
+    if meaning.causal:
+        seen &= ahead <= 0
+    if meaning.window is not None:
+        seen &= ahead > -meaning.window
+        if not meaning.causal:
+            seen &= ahead < meaning.window
+    return seen
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    meaning: Meaning,
+    *,
+    first_query: int | None = None,
+    first_key: int = 0,
+) -> Answer:
+    """Attention of one request.
+
+    Args:
+        q: (q_len, num_heads, head_size).
+        k: (kv_len, num_kv_heads, head_size); head h reads kv head h // (num_heads / num_kv_heads).
+        v: (kv_len, num_kv_heads, head_size_v).
+        meaning: score and mask.
+        first_query: position of q[0]. None: the last query stands on the last key.
+        first_key: position of k[0], for a part of a sequence.
+    """
+    q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
+    q_len, num_heads, _ = q.shape
+    kv_len, num_kv_heads, head_size_v = v.shape
+    if first_query is None:
+        first_query = first_key + kv_len - q_len
+    query_positions = first_query + np.arange(q_len, dtype=np.int64)
+    key_positions = first_key + np.arange(kv_len, dtype=np.int64)
+    seen = visible(query_positions, key_positions, meaning)
+
+    out = np.zeros((q_len, num_heads, head_size_v))
+    lse = np.full((q_len, num_heads), -np.inf)
+    weight_of_value = np.zeros_like(out)
+    largest_score = np.zeros_like(lse)
+    distance = (key_positions[None, :] - query_positions[:, None]).astype(np.float64)
+    for head in range(num_heads):
+        kv_head = head * num_kv_heads // num_heads
+        score = meaning.scale * (q[:, head] @ k[:, kv_head].T)
+        if meaning.soft_cap is not None:
+            score = meaning.soft_cap * np.tanh(score / meaning.soft_cap)
+        size = np.abs(score)
+        if meaning.alibi_slopes is not None:
+            slope = float(meaning.alibi_slopes[head])
+            if meaning.alibi_sqrt:
+                bias = -slope * np.sqrt(np.maximum(-distance, 0.0))
+            else:
+                bias = slope * distance
+            score = score + bias
+            size = np.maximum(size, np.abs(bias))
+        sink = -np.inf if meaning.sinks is None else float(meaning.sinks[head])
+        for row in range(q_len):
+            keys = np.flatnonzero(seen[row])
+            logits = score[row, keys]
+            top = max(sink, logits.max(initial=-np.inf))
+            if top == -np.inf:
+                continue
+            weights = np.exp(logits - top)
+            total = weights.sum() + np.exp(sink - top)
+            lse[row, head] = top + np.log(total)
+            weights = weights / total
+            out[row, head] = weights @ v[keys, kv_head]
+            weight_of_value[row, head] = weights @ np.abs(v[keys, kv_head])
+            largest_score[row, head] = size[row, keys].max(initial=0.0)
+    return Answer(
+        out=out, lse=lse, weight_of_value=weight_of_value, largest_score=largest_score
+    )
+
+
+def merge(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
+    """One answer from answers over disjoint parts of the keys.
+
+    Args:
+        outs: each (rows, num_heads, head_size_v).
+        lses: each (rows, num_heads), natural log. A part without keys has -inf and counts for
+            nothing; a sink was given to at most one part.
+    """
+    stacked = np.stack([np.asarray(x, dtype=np.float64) for x in lses])
+    top = stacked.max(axis=0)
+    safe = np.where(np.isneginf(top), 0.0, top)
+    shares = np.exp(stacked - safe)
+    total = shares.sum(axis=0)
+    weights = shares / np.where(total == 0.0, 1.0, total)
+    out = sum(
+        w[..., None] * np.asarray(o, dtype=np.float64) for w, o in zip(weights, outs, strict=True)
+    )
+    with np.errstate(divide="ignore"):
+        lse = safe + np.log(total)
+    return np.asarray(out, dtype=np.float64), lse

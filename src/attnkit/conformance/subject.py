@@ -1,0 +1,175 @@
+"""Subject: the backend under judgement, reached only by the way users reach it.
+
+In: a backend class or name, and a device. Out: layers built through selection, and runs of them
+through builder, cache write and impl, into buffers that start as NaN. Nothing here knows how any
+backend works.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnkit.conformance.cases import Case
+from attnkit.conformance.inputs import Inputs, alibi_slopes, sink_logits
+from attnkit.contract import (
+    AttentionBackend,
+    AttentionSpec,
+    AttentionType,
+    CommonAttentionMetadata,
+    CrossAttentionSpec,
+    kv_cache_torch_dtype,
+)
+from attnkit.errors import ConfigurationError, UnsupportedConfiguration
+from attnkit.layer import Attention
+from attnkit.select import resolve
+
+
+class LawBroken(AssertionError):
+    """The backend did something a right one does not; the message says what was and what should be."""
+
+
+class NotClaimed(Exception):  # noqa: N818
+    """The backend refuses what a check needs, and says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a run left behind.
+
+    Attributes:
+        out: (num_tokens + padding, num_heads, head_size_v); NaN where nothing was written.
+        lse: float32 (num_tokens + padding, num_heads), or None if the case asks for none.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A backend on a device.
+
+    Attributes:
+        backend: the class.
+        device: where it runs.
+        name: what it is called in reports.
+    """
+
+    backend: type[AttentionBackend]
+    device: torch.device
+    name: str
+
+    @classmethod
+    def of(
+        cls, backend: str | type[AttentionBackend], device: torch.device | str = "cpu"
+    ) -> Subject:
+        """From a class, or any name that `attnkit.select.resolve` knows.
+
+        Raises:
+            BackendError: there is no such backend, or a library it needs is missing.
+        """
+        found = resolve(backend) if isinstance(backend, str) else backend
+        name = backend if isinstance(backend, str) else backend.get_name()
+        return cls(found, torch.device(device), name)
+
+    def layer(self, case: Case, **changes: Any) -> Attention:
+        """The layer of a case.
+
+        Args:
+            case: what the layer is.
+            changes: further or other arguments of `Attention`.
+
+        Raises:
+            NotClaimed: the backend refuses such a layer; with its reasons.
+            BackendUnavailable: the backend cannot run on this machine at all.
+        """
+        sinks = sink_logits(case)
+        arguments: dict[str, Any] = {
+            "num_heads": case.num_heads,
+            "head_size": case.head_size,
+            "scale": case.softmax_scale,
+            "num_kv_heads": case.num_kv_heads,
+            "alibi_slopes": alibi_slopes(case),
+            "sliding_window": case.sliding_window,
+            "kv_cache_dtype": case.kv_cache_dtype,
+            "logits_soft_cap": case.logits_soft_cap,
+            "attn_type": case.attn_type,
+            "sinks": None if sinks is None else torch.tensor(sinks),
+            "use_alibi_sqrt": case.alibi_sqrt,
+            "head_size_v": case.head_size_v,
+            "dtype": case.dtype,
+            "device": self.device,
+            "backend": self.backend,
+            "block_size": case.block_size,
+            "return_lse": case.return_lse,
+            "use_non_causal": case.attn_type is AttentionType.DECODER and case.causal is not True,
+        }
+        try:
+            layer = Attention(**{**arguments, **changes})
+        except (UnsupportedConfiguration, ConfigurationError) as refusal:
+            raise NotClaimed(str(refusal)) from refusal
+        layouts = self.backend.supported_kv_cache_layouts()
+        if not case.is_cacheless and layouts is not None and case.layout not in layouts:
+            allowed = ", ".join(layout.name for layout in layouts)
+            raise NotClaimed(
+                f"KV cache layout {case.layout.name} is not supported (allowed: {allowed})"
+            )
+        return layer
+
+    def spec(self, layer: Attention, case: Case) -> AttentionSpec | None:
+        """What the layer of a case keeps in the cache; None if it keeps nothing."""
+        if case.attn_type is not AttentionType.ENCODER_DECODER:
+            return layer.get_kv_cache_spec(case.block_size)
+        return CrossAttentionSpec(
+            block_size=case.block_size,
+            num_kv_heads=case.num_kv_heads,
+            head_size=case.head_size,
+            head_size_v=case.head_size_v,
+            dtype=kv_cache_torch_dtype(case.kv_cache_dtype, case.dtype),
+            max_encoder_tokens=max(case.seq_lens, default=1),
+        )
+
+    def plan(self, layer: Attention, inputs: Inputs, batch: CommonAttentionMetadata) -> Any:
+        """What the backend's builder makes of a batch."""
+        if layer.attn_type is not AttentionType.ENCODER_DECODER:
+            return layer.build(batch)
+        # The spec of cross attention is the engine's to make, and so is the builder's.
+        builder_cls = layer.backend.get_builder_cls()
+        spec = self.spec(layer, inputs.case)
+        assert spec is not None
+        names = [layer.layer_name]
+        return builder_cls(spec, names, layer.vllm_config, self.device).build(0, batch)
+
+    def run(
+        self,
+        layer: Attention,
+        inputs: Inputs,
+        *,
+        batch: CommonAttentionMetadata | None = None,
+        plan: Any = None,
+    ) -> Result:
+        """One step of the layer.
+
+        Args:
+            layer: from `layer`.
+            inputs: tensors of the step.
+            batch: instead of the inputs' own.
+            plan: instead of building one from the batch.
+        """
+        if plan is None:
+            plan = self.plan(layer, inputs, inputs.batch if batch is None else batch)
+        num_rows, heads = inputs.query.shape[0], layer.num_heads
+        out = torch.full(
+            (num_rows, heads, layer.head_size_v), math.nan, dtype=layer.dtype, device=self.device
+        )
+        lse = None
+        if layer.return_lse:
+            lse = torch.full((num_rows, heads), math.nan, device=self.device)
+        # What Attention.forward does after it has made its output, so that the output may start as
+        # NaN and rows that nobody wrote show.
+        layer._run(inputs.query, inputs.key, inputs.value, out, lse, inputs.kv_cache, plan)
+        return Result(out=out, lse=lse)
