@@ -17,7 +17,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -221,6 +221,38 @@ def reasons_against(
     return tuple(reasons)
 
 
+def decide(
+    request: AttentionRequest,
+    backend: str = "auto",
+    *,
+    here: bool = True,
+) -> tuple[Decision, ...]:
+    """What would become of each candidate: the decision record without the choice being made.
+
+    Args:
+        backend: a name looks at that one alone; "auto" at every row of the table, of which the one
+            of lowest cost is chosen, the table's order deciding between equals.
+
+    Raises:
+        UnknownBackend: no backend has this name.
+    """
+    decisions: list[Decision] = []
+    for name in BACKENDS if backend == "auto" else (backend,):
+        try:
+            cls = resolve(name)
+        except BackendUnavailable as absent:
+            decisions.append(Decision(name=name, reasons=(str(absent),)))
+            continue
+        reasons = reasons_against(cls, request, here=here)
+        cost = None if reasons else cls.estimate_cost(request)
+        decisions.append(Decision(name=name, reasons=reasons, cost=cost))
+    able = [(d.cost, i) for i, d in enumerate(decisions) if d.cost is not None]
+    if able:
+        winner = min(able)[1]
+        decisions[winner] = replace(decisions[winner], chosen=True)
+    return tuple(decisions)
+
+
 def select(
     request: AttentionRequest,
     backend: str | type[AttentionBackend] = "auto",
@@ -233,8 +265,7 @@ def select(
     Args:
         request: what the layer needs.
         backend: a class, a name, or "auto": then the environment variable ATTNKIT_BACKEND names
-            one, or the candidate of lowest cost wins, the table's order deciding between equals.
-            Registered and entry-point backends are chosen by name only.
+            one, or `decide` does. Registered and entry-point backends are chosen by name only.
         here: as in `reasons_against`.
         environ: where ATTNKIT_BACKEND is looked up.
 
@@ -250,9 +281,17 @@ def select(
         backend = environ.get(ENV_BACKEND, "auto")
         if backend != "auto":
             asked = f"{backend} (from {ENV_BACKEND})"
-    if backend == "auto":
-        return _automatic(request, here)
-    return _by_name(backend, resolve(backend), asked, request, here)
+    if backend != "auto":
+        return _by_name(backend, resolve(backend), asked, request, here)
+    decisions = decide(request, here=here)
+    for decision in decisions:
+        if decision.chosen:
+            cls = resolve(decision.name)
+            return Selection(name=decision.name, backend=cls, asked=asked, decisions=decisions)
+    raise UnsupportedConfiguration(
+        "no backend can serve this layer.\n" + format_decisions(asked, decisions),
+        tuple(reason for d in decisions for reason in d.reasons),
+    )
 
 
 def _by_name(
@@ -273,32 +312,6 @@ def _by_name(
         )
     decision = Decision(name=name, cost=cls.estimate_cost(request), chosen=True)
     return Selection(name=name, backend=cls, asked=asked, decisions=(decision,))
-
-
-def _automatic(request: AttentionRequest, here: bool) -> Selection:
-    candidates: list[tuple[str, type[AttentionBackend] | None, Decision]] = []
-    for name in BACKENDS:
-        try:
-            cls = resolve(name)
-        except BackendUnavailable as absent:
-            candidates.append((name, None, Decision(name=name, reasons=(str(absent),))))
-            continue
-        reasons = reasons_against(cls, request, here=here)
-        cost = None if reasons else cls.estimate_cost(request)
-        candidates.append((name, cls, Decision(name=name, reasons=reasons, cost=cost)))
-    able = [(d.cost, i) for i, (_, _, d) in enumerate(candidates) if d.cost is not None]
-    decisions = tuple(d for _, _, d in candidates)
-    if not able:
-        raise UnsupportedConfiguration(
-            "no backend can serve this layer.\n" + format_decisions("auto", decisions),
-            tuple(r for d in decisions for r in d.reasons),
-        )
-    winner = min(able)[1]
-    name, cls, best = candidates[winner]
-    assert cls is not None
-    chosen = Decision(name=name, cost=best.cost, chosen=True)
-    decisions = (*decisions[:winner], chosen, *decisions[winner + 1 :])
-    return Selection(name=name, backend=cls, asked="auto", decisions=decisions)
 
 
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:

@@ -40,9 +40,7 @@ def backends(
         here.append(found[name].is_available() or "yes")
     rows = [("runs here", here), *capability_matrix(found)]
     if as_json:
-        cells = {
-            name: {row: answers[i] for row, answers in rows} for i, name in enumerate(found)
-        }
+        cells = {name: {row: answers[i] for row, answers in rows} for i, name in enumerate(found)}
         typer.echo(json.dumps(cells, indent=2))
         return
     table = Table("", *found, row_styles=["", "dim"])

@@ -22,10 +22,17 @@ def verify(
     ],
     device: Annotated[str, typer.Option(help="Where to run: cpu or cuda.")] = "cpu",
     only: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the whole report as JSON.")
+    ] = False,
 ) -> None:
     """Check a backend against the float64 oracle and the laws, on every feature it claims."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("verify", total=None)
