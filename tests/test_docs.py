@@ -1,0 +1,43 @@
+"""Docs that state facts of the code are generated, and not stale; examples in them run."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from attnkit.cli.docs import generated_docs
+from attnkit.environment import ENVIRONMENT
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("name", ["backends.md", "cli.md", "environment.md"])
+def test_generated_docs_are_fresh(name: str) -> None:
+    assert (ROOT / "docs" / name).read_text() == generated_docs()[name], "run `make docs`"
+
+
+def test_every_environment_variable_is_documented() -> None:
+    read = {
+        variable
+        for file in (ROOT / "src").rglob("*.py")
+        for variable in re.findall(r'"(ATTNKIT_[A-Z_]+)"', file.read_text())
+    }
+    assert read == set(ENVIRONMENT)
+
+
+def _python_blocks(path: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL)
+
+
+def test_the_readme_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATTNKIT_BACKEND", raising=False)
+    blocks = _python_blocks(ROOT / "README.md")
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "AGENTS.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
