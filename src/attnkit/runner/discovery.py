@@ -1,0 +1,302 @@
+"""What a transformers model's attention layers are, found by running a few tokens through it.
+
+In: a causal language model and the longest sequence it takes. Out: `LayerFacts` per attention
+module, in the order of the forward pass, and the proof that the model can be driven as one packed
+stream: outside of attention no token may feel another, and `position_ids` must be honoured.
+A model that fails is refused with its class, the layer and the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnkit.errors import ModelError
+from attnkit.runner import hook
+
+# Keyword arguments of an attention call that cannot change its result here: facts read by name,
+# bookkeeping of transformers, and offsets that only its own varlen kernels read.
+_HARMLESS = frozenset(
+    {
+        "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "position_embeddings",
+        "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",
+        "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+        "deterministic", "cache_position", "layer_idx", "target_dtype", "implementation",
+    }
+)  # fmt: skip
+_NUM_PROBE_TOKENS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerFacts:
+    """One attention layer, in the words of `attnkit.Attention`'s constructor.
+
+    Attributes:
+        name: the module's path in the model, unique.
+        module: the attention module.
+        scale: factor on q.k.
+        sliding_window: keys a query sees, itself included; None: all.
+        logits_soft_cap: None: no cap.
+        sinks: (num_heads,) or None.
+    """
+
+    name: str
+    module: nn.Module
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+    scale: float
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    sinks: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """One call of the attention function in a probing run."""
+
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    options: dict[str, Any]
+
+
+class _CallRecorder:
+    """Collects the calls of one forward pass; attention itself is zero."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+    def attention(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        self.calls.append(_Call(module, query, key, value, attention_mask, options))
+        _, num_heads, num_tokens, _ = query.shape
+        return query.new_zeros(1, num_tokens, num_heads, value.shape[-1])
+
+
+def discover_layers(model: nn.Module, max_model_len: int) -> tuple[LayerFacts, ...]:
+    """Probe `model`, whose attention implementation is `hook.PROBE`.
+
+    Two passes of six tokens. In the second the tokens and positions are shuffled together and one
+    token is another: every row that belongs to an unchanged token must come out as before, or
+    something outside of attention mixes tokens (a convolution, a recurrent state) or ignores
+    `position_ids`; in a packed stream that would leak one request into another.
+
+    Args:
+        model: a transformers causal language model in eval mode.
+        max_model_len: masks are read up to this position.
+
+    Raises:
+        ModelError: the model cannot be driven.
+    """
+    kind = type(model).__name__
+    device = next(model.parameters()).device
+    vocab_size = _embedding_rows(model)
+    ids = torch.arange(_NUM_PROBE_TOKENS, device=device) * 7 % vocab_size
+    positions = torch.arange(_NUM_PROBE_TOKENS, device=device)
+    first, first_logits = _probe(model, ids, positions)
+    if not first:
+        raise ModelError(
+            f"{kind} does not call transformers' attention interface, so attnkit cannot take its "
+            "attention over; use a model whose class supports attn_implementation by name"
+        )
+    order = torch.tensor([3, 0, 5, 2, 4, 1], device=device)
+    changed = 2  # a row of the shuffled batch
+    shuffled = ids[order]
+    shuffled[changed] = (shuffled[changed] + 1) % vocab_size
+    second, second_logits = _probe(model, shuffled, positions[order])
+    kept = torch.tensor([r for r in range(_NUM_PROBE_TOKENS) if r != changed], device=device)
+    _check_tokens_are_independent(kind, first, second, order, kept)
+    _check_rows(kind, "its logits", first_logits[order], second_logits, kept)
+
+    names = {module: name for name, module in model.named_modules()}
+    facts = []
+    seen: set[nn.Module] = set()
+    windows: dict[int, int | None] = {}  # by mask: layers share a few
+    for call in first:
+        name = names[call.module]
+        if call.module in seen:
+            raise ModelError(
+                f"{kind}: {name} calls the attention function more than once per pass, which attnkit "
+                "does not support; use another model"
+            )
+        seen.add(call.module)
+        facts.append(_facts(kind, name, call, max_model_len, windows))
+    return tuple(facts)
+
+
+def _embedding_rows(model: nn.Module) -> int:
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    return int(embedding.weight.shape[0])
+
+
+def _probe(
+    model: nn.Module, ids: torch.Tensor, positions: torch.Tensor
+) -> tuple[list[_Call], torch.Tensor]:
+    recorder = _CallRecorder()
+    with torch.inference_mode():
+        output = model(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            **{hook.STEP_KWARG: recorder},
+        )
+    return recorder.calls, output.logits[0]
+
+
+def _check_tokens_are_independent(
+    kind: str, first: list[_Call], second: list[_Call], order: torch.Tensor, kept: torch.Tensor
+) -> None:
+    if [c.module for c in first] != [c.module for c in second]:
+        raise ModelError(
+            f"{kind} runs different attention layers for different tokens, which attnkit does not "
+            "support; use another model"
+        )
+    for index, (a, b) in enumerate(zip(first, second, strict=True)):
+        for what in ("query", "key", "value"):
+            rows = getattr(a, what)[0].transpose(0, 1)
+            _check_rows(
+                kind,
+                f"the {what} of attention layer {index}",
+                rows[order],
+                getattr(b, what)[0].transpose(0, 1),
+                kept,
+            )
+
+
+def _check_rows(
+    kind: str, what: str, expected: torch.Tensor, given: torch.Tensor, kept: torch.Tensor
+) -> None:
+    # Reordered rows may be summed in another order (expert layers regroup tokens): allow a few
+    # roundings of the dtype, 0.01 % in float32 and 3 % in bfloat16.
+    limit = max(1e-4, 4 * torch.finfo(expected.dtype).eps) * expected.abs().max().item()
+    expected, given = expected[kept].float(), given[kept].float()
+    if not bool(((expected - given).abs() <= limit).all()):
+        raise ModelError(
+            f"{kind}: {what} of a token changes with the other tokens or ignores position_ids, so "
+            "requests packed into one stream would leak into each other (a recurrent, convolutional "
+            "or otherwise token-mixing layer); attnkit cannot drive it: use a model that mixes tokens "
+            "in attention alone"
+        )
+
+
+def _facts(
+    kind: str, name: str, call: _Call, max_model_len: int, windows: dict[int, int | None]
+) -> LayerFacts:
+    options = call.options
+    where = f"{kind}: layer {name}"
+    if options.get("dropout"):
+        raise ModelError(f"{where} uses dropout {options['dropout']}; put the model in eval mode")
+    if options.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
+        raise ModelError(
+            f"{where} is bidirectional (is_causal False); attnkit's runner drives causal decoders"
+        )
+    unknown = sorted(
+        key
+        for key, value in options.items()
+        if value is not None and key not in _HARMLESS and key not in ("dropout", "is_causal")
+    )
+    if unknown:
+        raise ModelError(
+            f"{where} passes {', '.join(unknown)} to its attention function, whose effect attnkit does "
+            "not know; use another model"
+        )
+    window = _window(where, call, max_model_len, windows)
+    scale = options.get("scaling")
+    num_heads, head_size = call.query.shape[1], call.query.shape[3]
+    sinks = options.get("s_aux")
+    return LayerFacts(
+        name=name,
+        module=call.module,
+        num_heads=num_heads,
+        num_kv_heads=call.key.shape[1],
+        head_size=head_size,
+        head_size_v=call.value.shape[3],
+        scale=float(scale) if scale is not None else head_size**-0.5,
+        sliding_window=window,
+        logits_soft_cap=options.get("softcap") or None,
+        sinks=None if sinks is None else sinks.detach(),
+    )
+
+
+def _window(
+    where: str, call: _Call, max_model_len: int, windows: dict[int, int | None]
+) -> int | None:
+    """The window that the model's own mask function describes; it must be causal or causal-window.
+
+    The mask is what transformers' eager attention obeys. `sliding_window` in the call is what its
+    flash kernels obey. Where they differ transformers contradicts itself, and the layer is refused.
+    """
+    mask_function = getattr(call.mask, "mask_function", None)  # lost where the model edits the mask
+    if mask_function is None:
+        raise ModelError(
+            f"{where} does not get its mask from transformers' mask functions, so attnkit does not know "
+            "what it may see; use another model"
+        )
+    key = id(call.mask)
+    if key not in windows:
+        windows[key] = _window_of_mask(where, mask_function, max_model_len)
+    window = windows[key]
+    said = call.options.get("sliding_window")
+    said = None if said is None or said >= max_model_len else int(said)
+    if said != window:
+        raise ModelError(
+            f"{where} asks for sliding_window={said} but its mask shows {window}; attnkit cannot tell "
+            "which is meant: use another model"
+        )
+    return window
+
+
+def _window_of_mask(
+    where: str, mask_function: Callable[..., torch.Tensor], max_model_len: int
+) -> int | None:
+    zero = torch.zeros((), dtype=torch.long)
+    keys = torch.arange(max_model_len)
+    powers = [1 << n for n in range(max_model_len.bit_length())]
+    queries = {max_model_len - 1, *(p + d for p in powers for d in (-1, 0, 1))}
+    widths = {}
+    for query in sorted(q for q in queries if q < max_model_len):
+        try:
+            visible = mask_function(zero, zero, torch.tensor(query), keys).expand(max_model_len)
+        except (IndexError, RuntimeError) as error:
+            raise ModelError(
+                f"{where} has a mask that depends on more than positions ({error}); attnkit's runner "
+                "does not support it: use another model"
+            ) from error
+        width = int(visible.sum())
+        widths[query] = width
+        if width == 0 or not bool(visible[query + 1 - width : query + 1].all()):
+            raise ModelError(
+                f"{where} has a mask that is neither causal nor a causal sliding window (the query at "
+                f"position {query} sees keys {_ranges(visible)}); attnkit's runner does not support it: "
+                "use another model"
+            )
+    window = max(widths.values())
+    if any(width != min(query + 1, window) for query, width in widths.items()):
+        sample = {q: w for q, w in widths.items() if w != min(q + 1, window)}
+        query, width = next(iter(sample.items()))
+        raise ModelError(
+            f"{where} has a mask whose reach is not constant (the query at position {query} sees "
+            f"{width} keys, others {window}: chunked local attention); attnkit's runner does not "
+            "support it: use another model"
+        )
+    return None if window == max_model_len else window
+
+
+def _ranges(visible: torch.Tensor) -> str:
+    seen = visible.nonzero().flatten().tolist()
+    return f"{seen[0]}..{seen[-1]} ({len(seen)} of them)" if seen else "none"

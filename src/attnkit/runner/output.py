@@ -1,0 +1,75 @@
+"""What a caller gets back: the outcome of one request, whole or as a stream of increments.
+
+In: the engine fills them. Out: `RequestOutput` with one `CompletionOutput`, named as people know
+them from other engines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from attnkit.runner.sampler import Logprob
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One continuation of a prompt.
+
+    Attributes:
+        index: its number among the prompt's continuations; always 0.
+        text: the continuation. Stop strings and end tokens are not part of it unless asked for.
+        token_ids: its tokens, a stop token included.
+        finish_reason: "stop" (end token, stop token or stop string), "length" (max_tokens or the
+            model's longest sequence), "abort" (cancelled), "error" (its logits were not finite);
+            None while it runs.
+        stop_reason: the stop string or stop token id; None for the model's own end token.
+        logprobs: per token, token id -> Logprob; None unless asked for.
+    """
+
+    index: int = 0
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """One request's outcome.
+
+    Attributes:
+        request_id: the engine's name for it.
+        prompt: the text, or None if token ids were given.
+        prompt_token_ids: as the model saw them.
+        outputs: one CompletionOutput.
+        num_cached_tokens: prompt tokens that the prefix cache spared.
+        finished: nothing will follow.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOutput:
+    """One increment of a streamed request.
+
+    Attributes:
+        text: new text; may be empty while a character or a possible stop string is incomplete.
+        token_ids: new tokens.
+        finish_reason: as in CompletionOutput; set on the last increment.
+        output: everything so far; on the last increment the whole outcome.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    output: RequestOutput
