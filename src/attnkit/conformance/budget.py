@@ -13,11 +13,13 @@ kernel that keeps float32 accumulators is well inside; one that loses more than 
 loses is wrong. The rounding terms keep the budget from vanishing where the plain computation happens
 to be exact (one visible key, small integers):
 
-- weights and output are each rounded once to the tested dtype: 2 * eps(dtype) * sum(weight * |value|)
-  (twice the half-ulp of each);
-- a score s is computed in float32 by some order of operations (fma or not, log2(e) folded into the
-  scale or not), which moves it by at most 4 * eps(float32) * |s| and a weight by that much
-  relatively; accumulating n weights adds eps(float32) * log2(n).
+- Weights and output are each rounded once to the tested dtype, by at most eps / 2. What all weights
+  have in common moves the output in proportion to itself, the rest in proportion to the norm of its
+  terms: 2 * eps * (|output| + sqrt(sum((weight * value)^2))), which is twice the largest error of
+  the first kind and seven standard deviations (eps / sqrt(12)) of the second.
+- A score s is computed in float32 by some order of operations (fused or not, log2(e) folded into the
+  scale or not), which moves it by at most 4 * eps(float32) * |s|, and a weight by that much
+  relatively; adding up n weights adds eps(float32) * log2(n). Times sum(|weight * value|).
 
 An LSE is always float32, so its own rounding is that of float32.
 """
@@ -76,7 +78,8 @@ def budget_for(
     tiny = float(torch.finfo(q.dtype).smallest_normal)
     return Budget(
         out=2.0 * out_error
-        + (2.0 * eps + score_rounding[..., None]) * answer.weight_of_value
+        + 2.0 * eps * (np.abs(answer.out) + answer.norm_of_terms)
+        + score_rounding[..., None] * answer.sum_of_terms
         + tiny,
         lse=2.0 * lse_error
         + score_rounding

@@ -139,7 +139,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "cross": {"attn_type": AttentionType.ENCODER_DECODER},
     "value_size": {"head_size_v": 16},
     "wide_values": {"head_size_v": 64},
-    "peaked": {"query_gain": 30.0},
+    "peaked": {"query_gain": 100.0},
     "scale": {"scale": 0.5},
     "padding": {"padding_tokens": 6, "padding_reqs": 2},
     "shared_prefix": {"shared_blocks": 1},
@@ -179,6 +179,7 @@ def all_cases() -> tuple[Case, ...]:
             _groups(),
             _pages(),
             _lengths(),
+            _long_contexts(),
             _cache_formats(),
         )
     )
@@ -200,12 +201,16 @@ def fit(case: Case) -> Case:
     """Make a case that names an attention type describe a batch that such a type can have."""
     if case.is_cacheless:
         # An encoder attends to the tokens of this step and keeps nothing.
-        lens = tuple(max(q, min(s, 21)) for q, s in zip(case.query_lens, case.seq_lens, strict=True))
+        lens = tuple(
+            max(q, min(s, 21)) for q, s in zip(case.query_lens, case.seq_lens, strict=True)
+        )
         return replace(case, query_lens=lens, seq_lens=lens, shared_blocks=0, freed_window=False)
     if case.shared_blocks:
         # Shared pages are part of everyone's context, so each request has at least one token more.
         shared = case.shared_blocks * case.block_size
-        seqs = tuple(s + shared if q else s for q, s in zip(case.query_lens, case.seq_lens, strict=True))
+        seqs = tuple(
+            s + shared if q else s for q, s in zip(case.query_lens, case.seq_lens, strict=True)
+        )
         return replace(case, seq_lens=seqs)
     return case
 
@@ -245,6 +250,7 @@ def _everything() -> Iterator[Case]:
         "bloom": (("alibi", "lse", "mha"), {}),
         "all": (("window", "softcap", "sinks", "alibi", "lse", "padding"), {}),
         "mixed_causal": (("window", "sinks", "lse"), {}),
+        "saturated_cap": (("softcap", "lse"), {"query_gain": 400.0}),
     }
     for (name, (features, fields)), batch, (dtype_name, dtype) in itertools.product(
         models.items(), BATCHES, DTYPES.items()
@@ -351,9 +357,9 @@ def _lengths() -> Iterator[Case]:
         "many_requests": ((1,) * 24, tuple(range(3, 75, 3))),
     }
     for name, (query_lens, seq_lens) in shapes.items():
-        yield Case(name=name, query_lens=query_lens, seq_lens=seq_lens)
+        yield Case(name=name, query_lens=query_lens, seq_lens=seq_lens, return_lse=True)
         yield Case(
-            name=f"{name}-lse-sinks",
+            name=f"{name}-sinks",
             query_lens=query_lens,
             seq_lens=seq_lens,
             return_lse=True,
@@ -365,6 +371,18 @@ def _lengths() -> Iterator[Case]:
             seq_lens=seq_lens,
             sliding_window=3,
             dtype=torch.bfloat16,
+        )
+
+
+def _long_contexts() -> Iterator[Case]:
+    """Enough keys for rounding to add up where sums are not kept in float32."""
+    for name, dtype in DTYPES.items():
+        yield Case(
+            name=f"long_context-{name}",
+            query_lens=(1, 9),
+            seq_lens=(1500, 700),
+            dtype=dtype,
+            return_lse=True,
         )
 
 

@@ -101,12 +101,16 @@ def _share(got: Array, right: Array, allowed: Array, what: str) -> float:
     """
     if got.size == 0:
         return 0.0
-    same = got == right
-    error = np.where(same, 0.0, np.abs(got - np.where(np.isfinite(right), right, np.inf)))
-    share = np.where(np.isnan(error), np.inf, error / allowed)
+    comparable = np.isfinite(got) & np.isfinite(right)
+    error = np.full(got.shape, np.inf)
+    error[comparable] = np.abs(got[comparable] - right[comparable])
+    error[got == right] = 0.0
+    share = error / allowed
     worst = np.unravel_index(np.argmax(share), share.shape)
     if share[worst] > 1.0:
-        at = f"row {worst[0]}, head {worst[1]}" + (f", channel {worst[2]}" if len(worst) > 2 else "")
+        at = f"row {worst[0]}, head {worst[1]}" + (
+            f", channel {worst[2]}" if len(worst) > 2 else ""
+        )
         num_wrong = int((share > 1.0).sum())
         raise LawBroken(
             f"{what}: {num_wrong} of {share.size} values are wrong; the worst is at {at}: "
@@ -121,7 +125,9 @@ class CacheWatch:
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = inputs
-        self._before = [bits(pages) for pages in inputs.cache_pages()] if inputs.kv_cache.dim() else []
+        self._before = (
+            [bits(pages) for pages in inputs.cache_pages()] if inputs.kv_cache.dim() else []
+        )
         self._other = None if inputs.other_cache is None else bits(inputs.other_cache)
 
     def expect_only_new_tokens_written(self) -> None:
@@ -149,7 +155,12 @@ class CacheWatch:
                 f"cache block {block}, offset {offset} (slot {slot}), head {head}, channel {channel} "
                 f"{what}"
             )
-        if inputs.other_cache is not None and not torch.equal(bits(inputs.other_cache), self._other):
+        other = inputs.other_cache
+        if (
+            other is not None
+            and self._other is not None
+            and not torch.equal(bits(other), self._other)
+        ):
             raise LawBroken("another layer's cache in the same memory was written to")
 
     def _write_expected(self, pages: torch.Tensor) -> None:

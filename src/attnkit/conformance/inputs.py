@@ -4,8 +4,8 @@ In: a `Case`, the layer's cache spec, a device. Out: `Inputs`: q, k, v of the st
 a batch, and for the judge the same tokens as whole sequences.
 
 Poison goes into every page and slot that no query of the step sees (free pages, the null block,
-slots past the length, keys left of every window), into the padding rows of q, k and v, and into the
-slots this step is about to write. Block-table cells past a request's length name pages of poison
+slots past the length, keys left of every window), into the padding rows of q, and into the slots
+this step is about to write. Block-table cells past a request's length name pages of poison
 and pages of other requests.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from attnkit.conformance.cases import Case
@@ -27,6 +28,9 @@ from attnkit.contract import (
     kv_cache_torch_dtype,
 )
 from attnkit.kvcache.pool import PagedKVCache
+
+UNWRITTEN = 1234.0
+"""In rows of key and value whose slot is -1."""
 
 LAYER = "layer"
 _OTHER_LAYER = "other"
@@ -57,8 +61,8 @@ class Inputs:
 
     Attributes:
         query: (num_tokens + padding, num_heads, head_size).
-        key, value: of the step; all poison, and not to be written, for cross attention, whose keys
-            are in the cache already.
+        key, value: of the step; not to be written for cross attention, whose keys are in the cache
+            already.
         kv_cache: (num_blocks, num_kv_heads, block_size, head_size + head_size_v). Empty for types
             without a cache.
         other_cache: cache of another layer in the same memory, where the layout interleaves them.
@@ -90,10 +94,14 @@ def alibi_slopes(case: Case) -> list[float] | None:
 
 
 def sink_logits(case: Case) -> list[float] | None:
-    """One distinct logit per head, from small to larger than most scores."""
+    """One distinct logit per head: from small to larger than most scores, and in layers of four
+    heads and more one that adds nothing and one whose exponential overflows float32."""
     if not case.sinks:
         return None
-    return [-1.0 + 4.0 * h / max(1, case.num_heads - 1) for h in range(case.num_heads)]
+    sinks = [-1.0 + 4.0 * h / max(1, case.num_heads - 1) for h in range(case.num_heads)]
+    if case.num_heads >= 4:
+        sinks[0], sinks[-1] = -math.inf, 120.0
+    return sinks
 
 
 def meaning_of(case: Case, request: int) -> Meaning:
@@ -187,13 +195,14 @@ def _sequences(case: Case, rng: np.random.Generator) -> list[WholeSequence]:
 def _step_tensors(
     case: Case, sequences: Sequence[WholeSequence], poison: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v of the step, packed; padding rows, and tokens that stand before the first key, hold
-    poison."""
+    """q, k, v of the step, packed. Padding rows of q hold poison. Rows of k and v that are written
+    nowhere hold a number that stands nowhere else: it shows if it is written over poison."""
     num_rows = case.num_tokens + case.padding_tokens
-    bad = _poison(case.dtype, poison)
-    query = torch.full((num_rows, case.num_heads, case.head_size), bad, dtype=case.dtype)
-    key = torch.full((num_rows, case.num_kv_heads, case.head_size), bad, dtype=case.dtype)
-    value = torch.full((num_rows, case.num_kv_heads, case.value_size), bad, dtype=case.dtype)
+    query = torch.full(
+        (num_rows, case.num_heads, case.head_size), _poison(case.dtype, poison), dtype=case.dtype
+    )
+    key = torch.full((num_rows, case.num_kv_heads, case.head_size), UNWRITTEN, dtype=case.dtype)
+    value = torch.full((num_rows, case.num_kv_heads, case.value_size), UNWRITTEN, dtype=case.dtype)
     row = 0
     for s in sequences:
         end, new = row + s.q.shape[0], min(s.q.shape[0], s.k.shape[0])
@@ -218,8 +227,7 @@ class _Pages:
         taken = iter(int(i) for i in ids)
         common = [next(taken) for _ in range(shared)]
         self.tables = [
-            common[:need] + [next(taken) for _ in range(need - min(shared, need))]
-            for need in needs
+            common[:need] + [next(taken) for _ in range(need - min(shared, need))] for need in needs
         ]
         self.slack = rng.choice(ids, size=(len(needs) + case.padding_reqs, 2))
 
@@ -256,12 +264,12 @@ def _fill(
             slot[:, case.head_size :] = s.v[position].to(kv_cache.dtype)
 
 
-def _seen(case: Case, request: int) -> np.ndarray:
+def _seen(case: Case, request: int) -> npt.NDArray[np.bool_]:
     """Bool (kv_len,): in the cache before this step, and seen by some query of it."""
     q_len, kv_len = case.query_lens[request], case.seq_lens[request]
     keys = np.arange(kv_len, dtype=np.int64)
     queries = kv_len - q_len + np.arange(q_len, dtype=np.int64)
-    seen = visible(queries, keys, meaning_of(case, request)).any(axis=0)
+    seen = np.any(visible(queries, keys, meaning_of(case, request)), axis=0)
     if case.attn_type is AttentionType.ENCODER_DECODER:
         return seen
     return seen & (keys < kv_len - q_len)

@@ -49,14 +49,17 @@ class Answer:
     Attributes:
         out: (q_len, num_heads, head_size_v); zero where a row sees no key.
         lse: (q_len, num_heads), natural log of the denominator; -inf where it is zero.
-        weight_of_value: (q_len, num_heads, head_size_v), sum of weight * |value|: what a relative
-            error of the weights is multiplied with.
+        sum_of_terms: (q_len, num_heads, head_size_v), sum of |weight * value|: what one relative
+            error of all weights can move.
+        norm_of_terms: the same shape, root of the sum of (weight * value)^2: what independent
+            relative errors of the weights move.
         largest_score: (q_len, num_heads), largest |term| that was added into a visible score.
     """
 
     out: Array
     lse: Array
-    weight_of_value: Array
+    sum_of_terms: Array
+    norm_of_terms: Array
     largest_score: Array
 
 
@@ -94,18 +97,16 @@ def attend(
         first_query: position of q[0]. None: the last query stands on the last key.
         first_key: position of k[0], for a part of a sequence.
     """
-    q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
     q_len, num_heads, _ = q.shape
     kv_len, num_kv_heads, head_size_v = v.shape
-    if first_query is None:
-        first_query = first_key + kv_len - q_len
-    query_positions = first_query + np.arange(q_len, dtype=np.int64)
+    start = first_key + kv_len - q_len if first_query is None else first_query
+    query_positions = start + np.arange(q_len, dtype=np.int64)
     key_positions = first_key + np.arange(kv_len, dtype=np.int64)
     seen = visible(query_positions, key_positions, meaning)
 
     out = np.zeros((q_len, num_heads, head_size_v))
     lse = np.full((q_len, num_heads), -np.inf)
-    weight_of_value = np.zeros_like(out)
+    sum_of_terms, norm_of_terms = np.zeros_like(out), np.zeros_like(out)
     largest_score = np.zeros_like(lse)
     distance = (key_positions[None, :] - query_positions[:, None]).astype(np.float64)
     for head in range(num_heads):
@@ -116,10 +117,9 @@ def attend(
         size = np.abs(score)
         if meaning.alibi_slopes is not None:
             slope = float(meaning.alibi_slopes[head])
-            if meaning.alibi_sqrt:
-                bias = -slope * np.sqrt(np.maximum(-distance, 0.0))
-            else:
-                bias = slope * distance
+            bias = slope * (
+                -np.sqrt(np.maximum(-distance, 0.0)) if meaning.alibi_sqrt else distance
+            )
             score = score + bias
             size = np.maximum(size, np.abs(bias))
         sink = -np.inf if meaning.sinks is None else float(meaning.sinks[head])
@@ -134,10 +134,15 @@ def attend(
             lse[row, head] = top + np.log(total)
             weights = weights / total
             out[row, head] = weights @ v[keys, kv_head]
-            weight_of_value[row, head] = weights @ np.abs(v[keys, kv_head])
+            sum_of_terms[row, head] = weights @ np.abs(v[keys, kv_head])
+            norm_of_terms[row, head] = np.sqrt(weights**2 @ v[keys, kv_head] ** 2)
             largest_score[row, head] = size[row, keys].max(initial=0.0)
     return Answer(
-        out=out, lse=lse, weight_of_value=weight_of_value, largest_score=largest_score
+        out=out,
+        lse=lse,
+        sum_of_terms=sum_of_terms,
+        norm_of_terms=norm_of_terms,
+        largest_score=largest_score,
     )
 
 
@@ -155,9 +160,8 @@ def merge(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
     shares = np.exp(stacked - safe)
     total = shares.sum(axis=0)
     weights = shares / np.where(total == 0.0, 1.0, total)
-    out = sum(
-        w[..., None] * np.asarray(o, dtype=np.float64) for w, o in zip(weights, outs, strict=True)
-    )
+    parts = np.stack([np.asarray(o, dtype=np.float64) for o in outs])
+    out = (weights[..., None] * parts).sum(axis=0)
     with np.errstate(divide="ignore"):
         lse = safe + np.log(total)
-    return np.asarray(out, dtype=np.float64), lse
+    return out, lse

@@ -32,7 +32,7 @@ class LawBroken(AssertionError):
     """The backend did something a right one does not; the message says what was and what should be."""
 
 
-class NotClaimed(Exception):  # noqa: N818
+class NotClaimed(Exception):
     """The backend refuses what a check needs, and says why."""
 
 

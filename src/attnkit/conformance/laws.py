@@ -1,0 +1,504 @@
+"""Laws that need more than one run to be seen: what must not matter, does not.
+
+In: a `Subject`. Out: nothing, or `LawBroken`; `NotClaimed` where the backend refuses what the law is
+about. Each law is one function of the table `LAWS`, and its first line says what it demands. Single
+runs are judged on the way (`checks`), so a law also fails when one of its runs is simply wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from attnkit.batch import make_batch
+from attnkit.conformance.cases import Case
+from attnkit.conformance.checks import (
+    BatchWatch,
+    CacheWatch,
+    bits,
+    expect_padding_untouched,
+    expect_same_bits,
+    judge,
+    run_and_judge,
+)
+from attnkit.conformance.inputs import UNWRITTEN, Inputs, WholeSequence, make_inputs
+from attnkit.conformance.oracle import merge
+from attnkit.conformance.parts import key_pages, one_request, smaller_pages
+from attnkit.conformance.subject import LawBroken, NotClaimed, Result, Subject
+from attnkit.layer import Attention
+
+Law = Callable[[Subject], None]
+
+_MIXED = Case(name="law", query_lens=(1, 9, 1, 21), seq_lens=(49, 25, 16, 21), return_lse=True)
+_VARIANTS = (
+    {},
+    {"sliding_window": 7},
+    {"sliding_window": 5, "freed_window": True},
+    {"sinks": True},
+    {"logits_soft_cap": 2.0},
+    {"alibi": True},
+    {"dtype": torch.bfloat16},
+    {"causal": False},
+)
+
+
+def _claimed(subject: Subject, base: Case = _MIXED) -> Iterator[tuple[Attention, Case]]:
+    """Layers of the base case in every variant the backend takes; LSE where it can.
+
+    Raises:
+        NotClaimed: not even the plain one is taken.
+    """
+    refusals: list[NotClaimed] = []
+    num_taken = 0
+    for i, variant in enumerate(_VARIANTS):
+        case = replace(base, name=f"{base.name}-{i}", **variant)
+        for wanted in (case, replace(case, return_lse=False)):
+            try:
+                layer = subject.layer(wanted)
+            except NotClaimed as refusal:
+                refusals.append(refusal)
+                continue
+            num_taken += 1
+            yield layer, wanted
+            break
+    if not num_taken:
+        raise refusals[0]
+
+
+def _inputs(
+    subject: Subject,
+    layer: Attention,
+    case: Case,
+    *,
+    poison: float = math.nan,
+    page_seed: int = 0,
+) -> Inputs:
+    spec = subject.spec(layer, case)
+    return make_inputs(case, spec, subject.device, poison=poison, page_seed=page_seed)
+
+
+def pages_do_not_matter(subject: Subject) -> None:
+    """The same tokens on other pages give the same answer, bit for bit."""
+    for layer, case in _claimed(subject):
+        first, _ = run_and_judge(subject, layer, _inputs(subject, layer, case))
+        for page_seed in (1, 2):
+            other, _ = run_and_judge(
+                subject, layer, _inputs(subject, layer, case, page_seed=page_seed)
+            )
+            _expect_same(other, first, case, "with its pages elsewhere")
+
+
+def unread_memory_does_not_matter(subject: Subject) -> None:
+    """What stands in memory that no query sees never shows: NaN, inf, large, zero give equal bits."""
+    for layer, case in _claimed(subject):
+        case = replace(case, padding_tokens=3, padding_reqs=1)
+        results = []
+        for poison in (math.nan, math.inf, 1e30, 0.0):
+            inputs = _inputs(subject, layer, case, poison=poison)
+            results.append((poison, subject.run(layer, inputs)))
+            judge(inputs.sequences, results[-1][1], case.dtype)
+        for poison, result in results[1:]:
+            _expect_same(result, results[0][1], case, f"with {poison} instead of NaN unread")
+
+
+def runs_are_repeatable(subject: Subject) -> None:
+    """The same step twice gives the same bits."""
+    for layer, case in _claimed(subject):
+        first = subject.run(layer, _inputs(subject, layer, case))
+        for _ in range(3):
+            again = subject.run(layer, _inputs(subject, layer, case))
+            _expect_same(again, first, case, "on a second run")
+
+
+def batch_mates_do_not_matter(subject: Subject) -> None:
+    """A request alone answers as in a batch; to the bit if the backend claims batch invariance."""
+    invariant = subject.backend.supports_batch_invariance()
+    for layer, case in _claimed(subject):
+        inputs = _inputs(subject, layer, case)
+        together, _ = run_and_judge(subject, layer, inputs)
+        starts = np.cumsum([0, *case.query_lens])
+        for request in range(case.num_reqs):
+            rows = slice(int(starts[request]), int(starts[request + 1]))
+            alone = subject.run(layer, one_request(inputs, request, rows))
+            judge(inputs.sequences[request : request + 1], alone, case.dtype)
+            if invariant:
+                part = Result(
+                    out=together.out[rows],
+                    lse=None if together.lse is None else together.lse[rows],
+                )
+                _expect_same(alone, part, case, f"when request {request} is alone")
+
+
+def order_of_requests_does_not_matter(subject: Subject) -> None:
+    """Requests in another order, decodes last, between or first, answer the same."""
+    lens = [(1, 49), (9, 25), (1, 16), (21, 21), (0, 0)]
+    for order in ([0, 1, 2, 3, 4], [3, 4, 1, 2, 0], [4, 1, 0, 3, 2]):
+        base = replace(
+            _MIXED,
+            query_lens=tuple(lens[i][0] for i in order),
+            seq_lens=tuple(lens[i][1] for i in order),
+        )
+        for layer, case in _claimed(subject, base):
+            run_and_judge(subject, layer, _inputs(subject, layer, case))
+
+
+def splitting_a_prompt_does_not_matter(subject: Subject) -> None:
+    """A prompt in pieces ends in the same cache bytes and answers as in one."""
+    length = 45
+    base = replace(_MIXED, query_lens=(length,), seq_lens=(length,))
+    for layer, case in _claimed(subject, base):
+        if case.causal is not True:
+            continue  # Without causality earlier pieces cannot see later ones.
+        whole = _inputs(subject, layer, case)
+        run_and_judge(subject, layer, whole)
+        for pieces in ((44, 1), (1, 44), (16, 16, 13), (7, 7, 7, 7, 7, 7, 3), (33, 12)):
+            inputs = _inputs(subject, layer, case)
+            _run_in_pieces(subject, layer, inputs, pieces)
+            expect_same_bits(
+                inputs.kv_cache, whole.kv_cache, f"the cache after pieces {pieces} ({case})"
+            )
+
+
+def padding_does_not_matter(subject: Subject) -> None:
+    """Padding requests and tokens change nothing and nothing is written for them, whether the batch
+    counts them (a captured graph's batch) or not."""
+    for layer, case in _claimed(subject):
+        padded_case = replace(case, padding_tokens=5, padding_reqs=3)
+        run_and_judge(subject, layer, _inputs(subject, layer, padded_case))
+        inputs = _inputs(subject, layer, padded_case)
+        counted = replace(
+            inputs,
+            batch=inputs.batch.replace(num_actual_tokens=inputs.query.shape[0]),
+            query=torch.nan_to_num(inputs.query),
+        )
+        cache = CacheWatch(counted)
+        result = subject.run(layer, counted)
+        cache.expect_only_new_tokens_written()
+        judge(counted.sequences, result, case.dtype)
+
+
+def new_tokens_are_seen_once(subject: Subject) -> None:
+    """With equal scores and value j at key j, a decode averages all keys, its own included."""
+    lens = (1, 2, 16, 17, 40)
+    for layer, case in _claimed(
+        subject, replace(_MIXED, query_lens=(1,) * len(lens), seq_lens=lens)
+    ):
+        if case.alibi or case.sinks or case.sliding_window or not case.causal:
+            continue
+        inputs = _inputs(subject, layer, case)
+        inputs.query.zero_()
+        inputs.value.copy_(
+            torch.tensor([n - 1.0 for n in lens], dtype=case.dtype)[:, None, None].to(
+                subject.device
+            )
+        )
+        for request, n in enumerate(lens):
+            for position in range(n - 1):
+                block = int(inputs.batch.block_table_tensor[request, position // case.block_size])
+                slot = inputs.kv_cache[block, :, position % case.block_size]
+                slot[:, case.head_size :] = float(position)
+        result = subject.run(layer, inputs)
+        for request, n in enumerate(lens):
+            _expect_close(result.out[request], (n - 1) / 2, f"the mean of keys 0 to {n - 1}")
+            if result.lse is not None:
+                _expect_close(result.lse[request], math.log(n), f"the LSE of {n} equal scores")
+
+
+def plans_are_not_remembered(subject: Subject) -> None:
+    """One layer and its builder serve batch after batch, large and small."""
+    shapes = [((80,), (80,)), ((4,), (84,)), ((1, 3), (90, 3)), ((1,) * 9, tuple(range(1, 10)))]
+    for layer, case in _claimed(subject):
+        for query_lens, seq_lens in [*shapes, *shapes[::-1]]:
+            step = replace(case, query_lens=query_lens, seq_lens=seq_lens)
+            run_and_judge(subject, layer, _inputs(subject, layer, step))
+
+
+def plan_follows_another_block_table(subject: Subject) -> None:
+    """Where the builder can, a plan moved to other pages answers as one built for them."""
+    for layer, case in _claimed(subject):
+        builder = layer.make_builder()
+        if not builder.supports_update_block_table:
+            raise NotClaimed("the builder says supports_update_block_table = False")
+        here, there = (_inputs(subject, layer, case, page_seed=seed) for seed in (0, 1))
+        watch = BatchWatch(here.batch)
+        plan = builder.build(0, here.batch)
+        moved = builder.update_block_table(
+            plan, there.batch.block_table_tensor, there.batch.slot_mapping
+        )
+        watch.expect_unchanged()
+        judge(there.sequences, subject.run(layer, there, plan=moved), case.dtype)
+        # The plan it came from still serves its own pages.
+        judge(here.sequences, subject.run(layer, here, plan=plan), case.dtype)
+
+
+def block_size_does_not_matter(subject: Subject) -> None:
+    """An engine's page read as several kernel pages answers as the page itself."""
+    big = 64
+    base = replace(_MIXED, block_size=big, query_lens=(1, 9), seq_lens=(200, 75))
+    num_read = 0
+    for small in (16, 32):
+        for layer, case in _claimed(subject, base):
+            try:
+                small_layer = subject.layer(replace(case, block_size=small))
+            except NotClaimed:
+                continue
+            inputs = _inputs(subject, layer, case)
+            run_and_judge(subject, layer, inputs)
+            split = smaller_pages(_inputs(subject, layer, case), small)
+            judge(inputs.sequences, subject.run(small_layer, split), case.dtype)
+            num_read += 1
+    if not num_read:
+        raise NotClaimed("no two of the page sizes 16, 32 and 64 are taken")
+
+
+def parts_merge_by_their_lse(subject: Subject) -> None:
+    """Attention over any partition of the keys, merged by LSE, is attention over all of them; only
+    one part is given the sink."""
+    refusals: list[NotClaimed] = []
+    num_merged = 0
+    for variant in ({}, {"sinks": True}, {"logits_soft_cap": 2.0}, {"dtype": torch.bfloat16}):
+        case = replace(
+            _MIXED, name="parts", query_lens=(1, 1), seq_lens=(48, 64), return_lse=True, **variant
+        )
+        try:
+            layer = subject.layer(case)
+            rest = subject.layer(replace(case, sinks=False))
+        except NotClaimed as refusal:
+            refusals.append(refusal)
+            continue
+        inputs = _inputs(subject, layer, case)
+        run_and_judge(subject, layer, inputs)
+        for cut in (0, 1, 2, 3):
+            parts = [
+                subject.run(rest, key_pages(inputs, 0, cut)),
+                subject.run(layer, key_pages(inputs, cut, None)),
+            ]
+            out, lse = merge(
+                [p.out.double().cpu().numpy() for p in parts],
+                [p.lse.double().cpu().numpy() for p in parts if p.lse is not None],
+            )
+            merged = Result(out=torch.from_numpy(out), lse=torch.from_numpy(lse))
+            judge(inputs.sequences, merged, case.dtype)
+        num_merged += 1
+    if not num_merged:
+        raise refusals[0]
+
+
+def causality_is_per_request(subject: Subject) -> None:
+    """A batch whose `causal` is a tensor answers as separate batches with its entries; a window is
+    two-sided exactly where a request is not causal."""
+    flags = (True, False, True, False)
+    refusals: list[NotClaimed] = []
+    num_taken = 0
+    for window in (None, 6):
+        case = replace(_MIXED, name=f"causal-{window}", causal=flags, sliding_window=window)
+        for wanted in (case, replace(case, return_lse=False)):
+            try:
+                layer = subject.layer(wanted)
+            except NotClaimed as refusal:
+                refusals.append(refusal)
+                continue
+            inputs = _inputs(subject, layer, wanted)
+            run_and_judge(subject, layer, inputs)
+            for flag in (True, False):
+                uniform = replace(wanted, causal=flag)
+                run_and_judge(subject, layer, _inputs(subject, layer, uniform))
+            num_taken += 1
+            break
+    if not num_taken:
+        raise refusals[0]
+
+
+def strides_do_not_matter(subject: Subject) -> None:
+    """q, k and v may be slices of one projection: rows further apart than they are long."""
+    for layer, case in _claimed(subject):
+        inputs = _inputs(subject, layer, case)
+        heads, kv_heads, size = case.num_heads, case.num_kv_heads, case.head_size
+        fused = torch.full(
+            (inputs.query.shape[0], heads + 2 * kv_heads + 1, size),
+            math.nan,
+            dtype=case.dtype,
+            device=subject.device,
+        )
+        q, k, v, _ = fused.split([heads, kv_heads, kv_heads, 1], dim=1)
+        strided = replace(
+            inputs,
+            query=q.copy_(inputs.query),
+            key=k.copy_(inputs.key),
+            value=v.copy_(inputs.value),
+        )
+        run_and_judge(subject, layer, strided)
+
+
+def the_users_path_is_the_same(subject: Subject) -> None:
+    """`make_batch` and a call of the layer give what the kit's own batch and buffers gave."""
+    for layer, case in _claimed(subject):
+        if case.freed_window:
+            continue
+        by_kit = _inputs(subject, layer, case)
+        kit, _ = run_and_judge(subject, layer, by_kit)
+        inputs = _inputs(subject, layer, case)
+        num_pages = [-(-s // case.block_size) for s in case.seq_lens]
+        table = inputs.batch.block_table_tensor.tolist()
+        batch = make_batch(
+            case.query_lens,
+            case.seq_lens,
+            [row[:n] for row, n in zip(table, num_pages, strict=True)],
+            case.block_size,
+            device=subject.device,
+            causal=inputs.batch.causal,
+        )
+        answer = layer(inputs.query, inputs.key, inputs.value, inputs.kv_cache, layer.build(batch))
+        out, lse = answer if isinstance(answer, tuple) else (answer, None)
+        _expect_same(Result(out=out, lse=lse), kit, case, "through Attention.forward")
+        expect_same_bits(inputs.kv_cache, by_kit.kv_cache, "the cache after Attention.forward")
+
+
+def shared_cache_is_only_read(subject: Subject) -> None:
+    """A layer that shares another's cache reads that layer's tokens and writes nothing."""
+    for layer, case in _claimed(subject):
+        inputs = _inputs(subject, layer, case)
+        run_and_judge(subject, layer, inputs)
+        reader = subject.layer(case, kv_sharing_target_layer_name=layer.layer_name)
+        before = bits(inputs.kv_cache)
+        # Its own keys and values are not what the cache holds, so writing or reading them shows.
+        own = replace(inputs, key=inputs.key + 1, value=inputs.value - 1)
+        judge(inputs.sequences, subject.run(reader, own), case.dtype)
+        if not torch.equal(bits(inputs.kv_cache), before):
+            raise LawBroken("a layer with kv_sharing_target_layer_name wrote to the cache")
+
+
+def profiling_writes_zeros(subject: Subject) -> None:
+    """Without a plan a layer returns zeros and touches no cache."""
+    for layer, case in _claimed(subject):
+        inputs = _inputs(subject, layer, case)
+        before = bits(inputs.kv_cache)
+        answer = layer(inputs.query, inputs.key, inputs.value, inputs.kv_cache, None)
+        out = answer[0] if isinstance(answer, tuple) else answer
+        if bool((out != 0).any()):
+            raise LawBroken("the output of a profiling run is not zero")
+        result = torch.full_like(out, math.nan)
+        if layer._passes_output:
+            layer.impl.forward(
+                layer,
+                inputs.query,
+                inputs.key,
+                inputs.value,
+                inputs.kv_cache,
+                None,
+                result,
+            )
+            if bool((result != 0).any()):
+                raise LawBroken(
+                    "the impl did not fill output with zeros when attn_metadata is None"
+                )
+        if not torch.equal(bits(inputs.kv_cache), before):
+            raise LawBroken("a profiling run wrote to the cache")
+
+
+def unwritten_slots_stay(subject: Subject) -> None:
+    """Slot -1 writes nothing, wherever in the batch it stands."""
+    for layer, case in _claimed(subject):
+        inputs = _inputs(subject, layer, case)
+        run_and_judge(subject, layer, inputs)  # The tokens are in the cache now.
+        none = replace(
+            inputs,
+            key=torch.full_like(inputs.key, UNWRITTEN),
+            value=torch.full_like(inputs.value, UNWRITTEN),
+            batch=inputs.batch.replace(slot_mapping=torch.full_like(inputs.batch.slot_mapping, -1)),
+        )
+        cache = CacheWatch(none)
+        result = subject.run(layer, none)
+        cache.expect_only_new_tokens_written()
+        judge(inputs.sequences, result, case.dtype)
+        expect_padding_untouched(none, result)
+
+
+def the_device_has_the_last_word_on_lengths(subject: Subject) -> None:
+    """Where drafts are moved between requests on the device, its `query_start_loc` counts, not the
+    host's: totals agree, rows may not."""
+    if not subject.backend.supports_device_cpu_query_lens_mismatch():
+        raise NotClaimed("the backend says supports_device_cpu_query_lens_mismatch = False")
+    base = replace(_MIXED, query_lens=(1, 4, 3, 4), seq_lens=(41, 36, 50, 19))
+    for layer, case in _claimed(subject, base):
+        inputs = _inputs(subject, layer, case)
+        host = torch.tensor([0, 4, 8, 11, 12], dtype=torch.int32)
+        bound = inputs.batch.seq_lens.cpu() + 3
+        moved = inputs.batch.replace(
+            query_start_loc_cpu=host,
+            seq_lens_cpu_upper_bound=bound,
+            max_seq_len=int(bound.max()),
+            # More tokens than one were asked of every request, so none of them is a plain decode.
+            is_prefilling=torch.zeros(case.num_reqs, dtype=torch.bool),
+        )
+        run_and_judge(subject, layer, replace(inputs, batch=moved))
+
+
+LAWS: dict[str, Law] = {
+    law.__name__: law
+    for law in (
+        pages_do_not_matter,
+        unread_memory_does_not_matter,
+        runs_are_repeatable,
+        batch_mates_do_not_matter,
+        order_of_requests_does_not_matter,
+        splitting_a_prompt_does_not_matter,
+        padding_does_not_matter,
+        new_tokens_are_seen_once,
+        plans_are_not_remembered,
+        plan_follows_another_block_table,
+        block_size_does_not_matter,
+        parts_merge_by_their_lse,
+        causality_is_per_request,
+        strides_do_not_matter,
+        the_users_path_is_the_same,
+        shared_cache_is_only_read,
+        profiling_writes_zeros,
+        unwritten_slots_stay,
+        the_device_has_the_last_word_on_lengths,
+    )
+}
+"""Name -> law, in the order they are checked."""
+
+
+def _expect_same(got: Result, want: Result, case: Case, when: str) -> None:
+    expect_same_bits(got.out, want.out, f"the output {when} ({case})")
+    if got.lse is not None and want.lse is not None:
+        expect_same_bits(got.lse, want.lse, f"the LSE {when} ({case})")
+
+
+def _expect_close(got: torch.Tensor, want: float, what: str) -> None:
+    """Within a few roundings of the tensor's dtype: for answers known in closed form."""
+    allowed = 4 * float(torch.finfo(got.dtype).eps) * max(1.0, abs(want))
+    off = (got.double() - want).abs().nan_to_num(math.inf)
+    if float(off.max()) > allowed:
+        raise LawBroken(f"{what} is {got.flatten()[int(off.argmax())].item():.9g}, not {want:.9g}")
+
+
+def _run_in_pieces(
+    subject: Subject, layer: Attention, inputs: Inputs, pieces: tuple[int, ...]
+) -> None:
+    """One prompt in several steps through `make_batch`, every step judged."""
+    case, whole = inputs.case, inputs.sequences[0]
+    num_pages = -(-case.seq_lens[0] // case.block_size)
+    table = inputs.batch.block_table_tensor[0, :num_pages].tolist()
+    done = 0
+    for piece in pieces:
+        rows = slice(done, done + piece)
+        done = rows.stop
+        batch = make_batch([piece], [done], [table], case.block_size, device=subject.device)
+        part = replace(
+            inputs,
+            query=inputs.query[rows],
+            key=inputs.key[rows],
+            value=inputs.value[rows],
+            batch=batch,
+        )
+        seen = WholeSequence(
+            q=whole.q[rows], k=whole.k[:done], v=whole.v[:done], meaning=whole.meaning
+        )
+        judge((seen,), subject.run(layer, part), case.dtype)

@@ -1,0 +1,191 @@
+"""verify: judge a backend and say what passed, what failed and what it refuses.
+
+In: a backend class or name, and a device. Out: a frozen `Report`. The same checks, one by one, are
+what `suite` turns into tests of a test module.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from attnkit.conformance.cases import all_cases
+from attnkit.conformance.checks import Margin, check_case
+from attnkit.conformance.claims import all_claims, check_claim
+from attnkit.conformance.laws import LAWS
+from attnkit.conformance.subject import LawBroken, NotClaimed, Subject
+from attnkit.contract import AttentionBackend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing to judge.
+
+    Attributes:
+        name: `case:...`, `law:...` or `claim:...`; unique.
+        run: judges; raises `LawBroken` or `NotClaimed`, returns a case's margin.
+    """
+
+    name: str
+    run: Callable[[], Margin | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one check.
+
+    Attributes:
+        name: of the check.
+        status: "passed", "failed", "refused" (the backend says it does not do this) or "unjudged"
+            (it says it does, and the kit has no case for it).
+        message: what was wrong, or the backend's reason; empty for "passed".
+        margin: of a passed case.
+    """
+
+    name: str
+    status: str
+    message: str = ""
+    margin: Margin | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The judgement on a backend.
+
+    Attributes:
+        backend: its name.
+        device: where it ran.
+        outcomes: of every check, in order.
+        seconds: it took.
+    """
+
+    backend: str
+    device: str
+    outcomes: tuple[Outcome, ...]
+    seconds: float
+
+    def _with(self, status: str) -> tuple[Outcome, ...]:
+        return tuple(o for o in self.outcomes if o.status == status)
+
+    @property
+    def passed(self) -> tuple[Outcome, ...]:
+        """Checks that passed."""
+        return self._with("passed")
+
+    @property
+    def failed(self) -> tuple[Outcome, ...]:
+        """Checks that failed, each with what was wrong."""
+        return self._with("failed")
+
+    @property
+    def refused(self) -> tuple[Outcome, ...]:
+        """Cases and laws the backend refuses, each with its reason."""
+        return self._with("refused")
+
+    @property
+    def unjudged(self) -> tuple[Outcome, ...]:
+        """Claims the kit cannot judge."""
+        return self._with("unjudged")
+
+    @property
+    def num_cases(self) -> int:
+        """Cases that ran and passed."""
+        return sum(o.name.startswith("case:") for o in self.passed)
+
+    @property
+    def ok(self) -> bool:
+        """Nothing failed and something ran: a backend that refuses everything is not right."""
+        return not self.failed and self.num_cases > 0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.backend} on {self.device}: {'right' if self.ok else 'WRONG'}. "
+            f"{len(self.passed)} checks passed ({self.num_cases} cases), {len(self.failed)} failed, "
+            f"{len(self.refused)} refused, {len(self.unjudged)} unjudged, in {self.seconds:.1f} s"
+        ]
+        lines += [f"  failed {o.name}: {o.message}" for o in self.failed]
+        lines += [f"  unjudged {o.name}: {o.message}" for o in self.unjudged]
+        return "\n".join(lines)
+
+
+def verify(
+    backend: str | type[AttentionBackend],
+    *,
+    device: torch.device | str = "cpu",
+    filter: str | None = None,
+    progress: Callable[[Outcome], None] | None = None,
+) -> Report:
+    """Judge a backend on everything it claims.
+
+    Args:
+        backend: a class, or a name as `attnkit.select` takes it (`path/to/file.py:Class` too).
+        device: where to run.
+        filter: only checks whose name contains this.
+        progress: called after each check.
+
+    Raises:
+        BackendError: there is no such backend, or it cannot run on this machine.
+    """
+    subject = Subject.of(backend, device)
+    started = time.perf_counter()
+    outcomes = []
+    for check in all_checks(subject):
+        if filter is not None and filter not in check.name:
+            continue
+        outcomes.append(_outcome(check))
+        if progress is not None:
+            progress(outcomes[-1])
+    return Report(
+        backend=subject.name,
+        device=str(subject.device),
+        outcomes=tuple(outcomes),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def all_checks(subject: Subject) -> tuple[Check, ...]:
+    """Claims first (they are quick and explain the rest), then laws, then cases."""
+    claims = [
+        Check(name=f"claim:{claim.name}", run=lambda claim=claim: check_claim(subject, claim))
+        for claim in all_claims()
+    ]
+    laws = [
+        Check(name=f"law:{name}", run=lambda law=law: law(subject)) for name, law in LAWS.items()
+    ]
+    cases = [
+        Check(name=f"case:{case.name}", run=lambda case=case: check_case(subject, case))
+        for case in all_cases()
+    ]
+    return (*claims, *laws, *cases)
+
+
+def claimed_checks(subject: Subject) -> tuple[Check, ...]:
+    """The checks without the cases that the backend refuses."""
+    refused = set()
+    for case in all_cases():
+        try:
+            subject.layer(case)
+        except NotClaimed:
+            refused.add(f"case:{case.name}")
+    return tuple(check for check in all_checks(subject) if check.name not in refused)
+
+
+def _outcome(check: Check) -> Outcome:
+    try:
+        margin = check.run()
+    except LawBroken as broken:
+        return Outcome(name=check.name, status="failed", message=str(broken))
+    except NotClaimed as reason:
+        status = "unjudged" if check.name.startswith("claim:") else "refused"
+        return Outcome(name=check.name, status=status, message=str(reason))
+    except Exception as crash:  # noqa: BLE001
+        # The judged code is not ours and may raise anything; a crash is one failed check, and the
+        # report goes on.
+        where = traceback.extract_tb(crash.__traceback__)[-1]
+        message = f"{type(crash).__name__}: {crash} ({where.filename}:{where.lineno})"
+        return Outcome(name=check.name, status="failed", message=message)
+    return Outcome(name=check.name, status="passed", margin=margin)
