@@ -1,0 +1,180 @@
+"""KVCachePlan: which layers share block tables, which share memory, and how many blocks fit.
+
+In: one `KVCacheSpec` per layer. Out: groups of layers with equal specs. In a model of several kinds
+(say five sliding-window layers to one full) every group has the same number of layers, and layer j of
+each group lies over the same memory: a block id belongs to one group at a time, so one pool of ids
+serves them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from attnkit.contract import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+from attnkit.errors import CacheError, ConfigurationError
+from attnkit.kvcache.tables import Retention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheGroup:
+    """Layers that read the same block table.
+
+    Attributes:
+        layer_names: in the order of their storages; the last group of a kind may have fewer.
+        spec: of each of them, with the block size that makes pages of all groups equal.
+    """
+
+    layer_names: tuple[str, ...]
+    spec: KVCacheSpec
+
+    @property
+    def retention(self) -> Retention:
+        """How long the group needs a page.
+
+        Raises:
+            ConfigurationError: block tables are not managed for this kind of spec.
+        """
+        spec = self.spec
+        if isinstance(spec, SlidingWindowSpec):
+            return Retention(block_size=spec.block_size, sliding_window=spec.sliding_window)
+        if isinstance(spec, ChunkedLocalAttentionSpec):
+            return Retention(
+                block_size=spec.block_size, attention_chunk_size=spec.attention_chunk_size
+            )
+        if isinstance(spec, FullAttentionSpec):
+            return Retention(block_size=spec.block_size)
+        raise ConfigurationError(
+            f"block tables of {spec.kind} layers ({', '.join(self.layer_names)}) are not managed here; "
+            "full, sliding-window and chunked local attention are"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCachePlan:
+    """All groups of a model over one pool of block ids.
+
+    Attributes:
+        groups: in the order in which their first layers came; empty where no layer keeps anything.
+        storages: per piece of memory, the layers that lie over it: `overlays` of `PagedKVCache`.
+        page_bytes: bytes of one block of one layer, the same everywhere.
+    """
+
+    groups: tuple[KVCacheGroup, ...]
+    storages: tuple[tuple[str, ...], ...]
+    page_bytes: int
+
+    @property
+    def specs(self) -> dict[str, KVCacheSpec]:
+        """Layer name -> spec, with unified block sizes."""
+        return {name: group.spec for group in self.groups for name in group.layer_names}
+
+    @property
+    def retentions(self) -> tuple[Retention, ...]:
+        """One per group, for `BlockManager`."""
+        return tuple(group.retention for group in self.groups)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one block id stands for, over all storages."""
+        return self.page_bytes * len(self.storages)
+
+    def num_blocks(self, num_bytes: int) -> int:
+        """Blocks that fit into a budget, the null block included.
+
+        Raises:
+            CacheError: fewer than 2 fit.
+        """
+        assert self.storages, "a model that keeps nothing has no blocks"
+        num_blocks = num_bytes // self.block_bytes
+        if num_blocks < 2:
+            raise CacheError(
+                f"{num_bytes} bytes hold {num_blocks} blocks of {self.block_bytes} bytes (all "
+                f"layers); give at least {2 * self.block_bytes}: one page beside the null block"
+            )
+        return num_blocks
+
+    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        """Most blocks one request holds at once, over all groups; arguments as `KVCacheSpec`'s."""
+        return sum(g.spec.max_num_blocks(max_model_len, max_in_flight_tokens) for g in self.groups)
+
+    def max_bytes_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        """Bytes of those blocks; a block counts whole, also in a group with fewer layers."""
+        return self.max_blocks_per_request(max_model_len, max_in_flight_tokens) * self.block_bytes
+
+
+def plan_kv_cache(specs: Mapping[str, KVCacheSpec]) -> KVCachePlan:
+    """Group the layers of a model.
+
+    Layers that keep nothing between steps (encoder-only) are in no group. Layers that read another's
+    cache have no spec and take the group of that layer.
+
+    Args:
+        specs: layer name -> spec, in the model's order.
+
+    Raises:
+        ConfigurationError: pages of different kinds cannot be made equal.
+    """
+    kept = {n: s for n, s in specs.items() if not isinstance(s, EncoderOnlyAttentionSpec)}
+    kinds: dict[KVCacheSpec, list[str]] = {}
+    for name, spec in _unify_pages(kept).items():
+        kinds.setdefault(spec, []).append(name)
+    if not kinds:
+        return KVCachePlan(groups=(), storages=(), page_bytes=0)
+    size = _group_size([len(names) for names in kinds.values()])
+    groups = tuple(
+        KVCacheGroup(layer_names=tuple(names[i : i + size]), spec=spec)
+        for spec, names in kinds.items()
+        for i in range(0, len(names), size)
+    )
+    storages = tuple(
+        tuple(g.layer_names[j] for g in groups if j < len(g.layer_names)) for j in range(size)
+    )
+    return KVCachePlan(groups=groups, storages=storages, page_bytes=groups[0].spec.page_size_bytes)
+
+
+def _group_size(num_layers: list[int]) -> int:
+    """Layers per group, from the number of layers of each kind.
+
+    The smallest kind sets it, so that its group has no empty places. Where the kinds are nearly equal
+    the largest does: a few empty places cost less than one more group in every step (the rule and its
+    bound of a quarter are vLLM's).
+    """
+    smallest, largest = min(num_layers), max(num_layers)
+    return largest if largest < 1.25 * smallest else smallest
+
+
+def _unify_pages(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """The same layers with pages of equal bytes: smaller pages get more tokens."""
+    if not specs:
+        return {}
+    biggest = max(specs, key=lambda name: specs[name].page_size_bytes)
+    page = specs[biggest].page_size_bytes
+    unified = {}
+    for name, spec in specs.items():
+        ratio, rest = divmod(page, spec.page_size_bytes)
+        # Padding does not grow with the block.
+        is_padded = getattr(spec, "page_size_padded", None) is not None
+        if rest or (ratio > 1 and is_padded):
+            raise ConfigurationError(
+                f"layers {name} and {biggest} cannot share a pool: their pages of "
+                f"{spec.page_size_bytes} and {page} bytes ({_describe(spec)}; "
+                f"{_describe(specs[biggest])}) cannot be made equal by a whole number of tokens more; "
+                "choose block sizes whose pages divide each other, or set page_size_padded of both"
+            )
+        unified[name] = spec.copy_with_new_block_size(spec.block_size * ratio)
+    return unified
+
+
+def _describe(spec: KVCacheSpec) -> str:
+    text = f"{spec.kind}, block_size {spec.block_size}"
+    if isinstance(spec, AttentionSpec):
+        text += f", {spec.num_kv_heads} heads of {spec.head_size}, {spec.dtype}"
+    return text

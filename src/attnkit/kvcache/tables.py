@@ -1,0 +1,297 @@
+"""RequestBlocks: the block tables of one request, and BlockManager, which fills and empties them.
+
+In: a `BlockPool` and, for each group of layers, how long a token's page is needed (`Retention`). Out:
+per request and group a list of block ids by logical position, in which the null block stands where a
+page is no longer needed. Prefixes that were computed before are found again across all groups.
+
+A group whose pages follow another rule (cross attention, recurrent states) brings its own class with
+the methods of `Retention`; nothing else here asks for the kind of a group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from attnkit.errors import ConfigurationError
+from attnkit.kvcache.blocks import NULL_BLOCK, BlockPool
+from attnkit.kvcache.prefix import Prefix, PrefixTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """Which tokens a group of layers can still see, and so which pages it needs.
+
+    Attributes:
+        block_size: tokens in a block of this group.
+        sliding_window: keys a query sees, itself included; None: no window.
+        attention_chunk_size: a query sees its own chunk, position // attention_chunk_size, alone;
+            None: no chunks.
+    """
+
+    block_size: int
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "sliding_window", "attention_chunk_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name} {value} is not allowed; give at least 1")
+        if self.sliding_window is not None and self.attention_chunk_size is not None:
+            raise ConfigurationError(
+                f"sliding_window {self.sliding_window} and attention_chunk_size "
+                f"{self.attention_chunk_size} exclude each other; give one"
+            )
+
+    @property
+    def is_full(self) -> bool:
+        """Every page is needed to the end."""
+        return self.sliding_window is None and self.attention_chunk_size is None
+
+    def first_block(self, position: int) -> int:
+        """Index of the first block that a query at `position` or later can see. Never decreases."""
+        if self.sliding_window is not None:
+            return max(0, position - self.sliding_window + 1) // self.block_size
+        if self.attention_chunk_size is not None:
+            return (
+                position // self.attention_chunk_size * self.attention_chunk_size // self.block_size
+            )
+        return 0
+
+    def max_blocks(self, num_tokens: int, max_query_len: int) -> int:
+        """Most blocks held at once by a request that grows to `num_tokens`.
+
+        Args:
+            max_query_len: most tokens computed in one step.
+        """
+        total = _ceil_div(num_tokens, self.block_size)
+        if self.is_full:
+            return total
+        # Tokens from the first one that the step's first query sees to the step's last one.
+        span = max_query_len + (self.sliding_window or self.attention_chunk_size or 0) - 1
+        if (
+            self.attention_chunk_size is not None
+            and self.attention_chunk_size % self.block_size == 0
+        ):
+            return min(total, _ceil_div(span, self.block_size))
+        # Worst case: the first token is the last of its block.
+        return min(total, _ceil_div(span - 1, self.block_size) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """What the cache holds of a request.
+
+    Attributes:
+        num_tokens: tokens at the beginning that need not be computed.
+        tables: per group, the block ids of those tokens; null where no later query looks.
+    """
+
+    num_tokens: int
+    tables: tuple[tuple[int, ...], ...]
+
+
+class RequestBlocks:
+    """Blocks of one request. Read `tables`; only `BlockManager` changes it.
+
+    Attributes:
+        tables: per group, block ids by logical position; the null block stands where a page was
+            given back.
+    """
+
+    __slots__ = ("_num_published", "_prefixes", "tables")
+
+    def __init__(self, num_groups: int, roots: dict[int, Prefix]) -> None:
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self._num_published = [0] * num_groups
+        # Block size -> prefixes of 0, 1, 2, ... whole blocks.
+        self._prefixes = {block_size: [root] for block_size, root in roots.items()}
+
+
+class BlockManager:
+    """Block tables of all requests over one pool, for one or several groups of layers.
+
+    A block belongs to one group at a time. Groups may differ in block size.
+
+    Attributes:
+        pool: the ids.
+        retentions: one per group.
+        hit_unit: hits are multiples of this many tokens, where a block of every group ends.
+        num_queried_tokens: tokens looked up, as far as entered with `count_lookup`.
+        num_hit_tokens: tokens of these that were found.
+    """
+
+    def __init__(self, pool: BlockPool, retentions: Sequence[Retention]) -> None:
+        if not retentions:
+            raise ConfigurationError("a block manager needs at least one group of layers; got none")
+        self.pool = pool
+        self.retentions = tuple(retentions)
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+        self._tree = PrefixTree()
+        self._block_sizes = sorted({r.block_size for r in self.retentions})
+        self.hit_unit = math.lcm(*self._block_sizes)
+
+    def new_request(self, extra_keys: tuple[Hashable, ...] = ()) -> RequestBlocks:
+        """Empty tables.
+
+        Args:
+            extra_keys: what else the contents of pages depend on beside the tokens (a salt, an
+                adapter, the hashes of images). Requests share pages only where these are equal.
+        """
+        roots = {size: self._tree.root(extra_keys) for size in self._block_sizes}
+        return RequestBlocks(len(self.retentions), roots)
+
+    def max_blocks(self, num_tokens: int, max_query_len: int) -> int:
+        """Most blocks one request of `num_tokens` holds at once, over all groups."""
+        return sum(r.max_blocks(num_tokens, max_query_len) for r in self.retentions)
+
+    def find_prefix(self, blocks: RequestBlocks, token_ids: Sequence[int]) -> PrefixHit:
+        """The longest beginning of which every group still has what later queries read.
+
+        At least the last token stays out, since its logits are wanted. Changes nothing in the pool.
+
+        Args:
+            token_ids: all known tokens of the request.
+        """
+        if not self.pool.enable_prefix_caching:
+            return PrefixHit(0, tuple(() for _ in self.retentions))
+        self._extend_prefixes(blocks, token_ids)
+        end = (len(token_ids) - 1) // self.hit_unit * self.hit_unit
+        for group, retention in enumerate(self.retentions):
+            if retention.is_full:
+                found = 0
+                while found * retention.block_size < end:
+                    if self._find(blocks, group, found) is None:
+                        break
+                    found += 1
+                end = min(end, found * retention.block_size) // self.hit_unit * self.hit_unit
+        # A block missing inside one group's needed range bars every end behind it, since the range of
+        # a smaller end begins no later. So each miss moves the end, until nobody misses anything.
+        while (missing := self._last_missing(blocks, end)) is not None:
+            end = missing // self.hit_unit * self.hit_unit
+        tables = []
+        for group, retention in enumerate(self.retentions):
+            num_blocks = end // retention.block_size
+            first = retention.first_block(end)
+            found_ids = (self._find(blocks, group, i) for i in range(first, num_blocks))
+            tables.append((NULL_BLOCK,) * first + tuple(b for b in found_ids if b is not None))
+            assert len(tables[-1]) == num_blocks
+        return PrefixHit(end, tuple(tables))
+
+    def take_prefix(self, blocks: RequestBlocks, hit: PrefixHit) -> None:
+        """Hold the blocks of a hit just found. The tables must be empty."""
+        assert not any(blocks.tables)
+        self.pool.share(b for table in hit.tables for b in table if b != NULL_BLOCK)
+        for group, table in enumerate(hit.tables):
+            blocks.tables[group] = list(table)
+            blocks._num_published[group] = len(table)
+
+    def count_lookup(self, num_tokens: int, hit: PrefixHit) -> None:
+        """Enter a lookup that a request was admitted with into the statistics."""
+        self.num_queried_tokens += num_tokens
+        self.num_hit_tokens += hit.num_tokens
+
+    def same_prefix(self, a: RequestBlocks, b: RequestBlocks, num_tokens: int) -> bool:
+        """Whether two requests begin with the same `num_tokens` tokens, as far as they were looked up.
+
+        Args:
+            num_tokens: a multiple of `hit_unit`.
+        """
+        size = self.retentions[0].block_size
+        index = num_tokens // size
+        ours, theirs = a._prefixes[size], b._prefixes[size]
+        return index < min(len(ours), len(theirs)) and ours[index] is theirs[index]
+
+    def num_missing(self, blocks: RequestBlocks, num_tokens: int) -> int:
+        """Blocks to allocate before the request can hold `num_tokens` tokens."""
+        return sum(
+            max(0, _ceil_div(num_tokens, r.block_size) - len(table))
+            for r, table in zip(self.retentions, blocks.tables, strict=True)
+        )
+
+    def num_held(self, blocks: RequestBlocks) -> int:
+        """Blocks the request holds, shared ones included."""
+        return sum(b != NULL_BLOCK for table in blocks.tables for b in table)
+
+    def grow(self, blocks: RequestBlocks, num_tokens: int) -> None:
+        """Allocate what is missing for `num_tokens` tokens.
+
+        Raises:
+            OutOfPages: not enough blocks are free; nothing was changed.
+        """
+        new_ids = self.pool.allocate(self.num_missing(blocks, num_tokens))
+        for retention, table in zip(self.retentions, blocks.tables, strict=True):
+            wanted = max(0, _ceil_div(num_tokens, retention.block_size) - len(table))
+            table.extend(new_ids[:wanted])
+            del new_ids[:wanted]
+
+    def settle(self, blocks: RequestBlocks, token_ids: Sequence[int], num_computed: int) -> None:
+        """Publish full blocks, then give back those that no later query sees.
+
+        Args:
+            token_ids: all known tokens.
+            num_computed: how many of them have their keys and values in the cache.
+        """
+        if self.pool.enable_prefix_caching:
+            self._publish(blocks, token_ids, num_computed)
+        gone = []
+        for retention, table in zip(self.retentions, blocks.tables, strict=True):
+            index = retention.first_block(num_computed) - 1
+            freed = []
+            while index >= 0 and table[index] != NULL_BLOCK:
+                freed.append(table[index])
+                table[index] = NULL_BLOCK
+                index -= 1
+            gone.extend(reversed(freed))
+        self.pool.free(gone)
+
+    def release(self, blocks: RequestBlocks) -> None:
+        """Give back every block and forget the tokens. The tables are empty then."""
+        longest = max(map(len, blocks.tables))
+        # By position, so that the groups' ends are evicted together.
+        held = [t[i] for i in range(longest) for t in blocks.tables if i < len(t)]
+        for group in range(len(blocks.tables)):
+            blocks.tables[group] = []
+            blocks._num_published[group] = 0
+        for prefixes in blocks._prefixes.values():
+            del prefixes[1:]
+        self.pool.free(held)
+
+    def _publish(self, blocks: RequestBlocks, token_ids: Sequence[int], num_computed: int) -> None:
+        self._extend_prefixes(blocks, token_ids)
+        for group, retention in enumerate(self.retentions):
+            table = blocks.tables[group]
+            num_full = num_computed // retention.block_size
+            for index in range(blocks._num_published[group], num_full):
+                if table[index] != NULL_BLOCK:
+                    self.pool.publish(table[index], self._key(blocks, group, index))
+            blocks._num_published[group] = max(num_full, blocks._num_published[group])
+
+    def _extend_prefixes(self, blocks: RequestBlocks, token_ids: Sequence[int]) -> None:
+        for size, prefixes in blocks._prefixes.items():
+            for start in range((len(prefixes) - 1) * size, len(token_ids) - size + 1, size):
+                prefixes.append(self._tree.extend(prefixes[-1], token_ids[start : start + size]))
+
+    def _key(self, blocks: RequestBlocks, group: int, index: int) -> tuple[int, Prefix]:
+        return group, blocks._prefixes[self.retentions[group].block_size][index + 1]
+
+    def _find(self, blocks: RequestBlocks, group: int, index: int) -> int | None:
+        return self.pool.find(self._key(blocks, group, index))
+
+    def _last_missing(self, blocks: RequestBlocks, end: int) -> int | None:
+        """First position of the last block that some group misses for a hit of `end` tokens."""
+        for group, retention in enumerate(self.retentions):
+            if retention.is_full:
+                continue
+            size = retention.block_size
+            for index in range(end // size - 1, retention.first_block(end) - 1, -1):
+                if self._find(blocks, group, index) is None:
+                    return index * size
+        return None
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

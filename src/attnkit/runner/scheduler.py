@@ -1,0 +1,414 @@
+"""Scheduler: which requests run now, and how many tokens of each.
+
+In: requests, at any time; sampled tokens, after each step. Out: per step a `SchedulerOutput` whose
+requests have the blocks they need. Host only: integers, no tensors.
+
+One step: `output = schedule()`, the model runs, `commit(output, token_ids)`; or `discard(output)` where
+the model did not run to its end. Decodes come first, then prompts already begun, then waiting requests,
+each kind in order of priority and arrival, until the token budget is spent. A prompt longer than what is
+left is computed in chunks. When blocks run out, the request that came last gives up all of its own and
+is computed again later.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from attnkit.errors import ConfigurationError, OutOfPages, RequestError
+from attnkit.kvcache.tables import BlockManager, PrefixHit, RequestBlocks
+from attnkit.runner.request import FinishReason, Request, RequestStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledRequest:
+    """One request's part of a step.
+
+    Attributes:
+        request: its `num_computed_tokens` and block tables stay as they are until `commit`.
+        num_new_tokens: token_ids[num_computed_tokens : num_computed_tokens + num_new_tokens] are
+            computed.
+        samples: the last of them is the last known token, so its logits give the next one.
+    """
+
+    request: Request
+    num_new_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOutput:
+    """One step.
+
+    Attributes:
+        scheduled: in batch order. With a reorder threshold n: requests with context and at most n new
+            tokens that decode, then those still in their prompt, then longer ones with context, then
+            those without context; otherwise in the order of scheduling.
+        preempted_ids: requests that lost their blocks to this step.
+        finished_ids: requests that ended since the last step was scheduled, in whichever way.
+        num_tokens: new tokens over all requests.
+    """
+
+    scheduled: tuple[ScheduledRequest, ...]
+    preempted_ids: tuple[str, ...]
+    finished_ids: tuple[str, ...]
+    num_tokens: int
+
+
+class Scheduler:
+    """Continuous batching over one `BlockManager`.
+
+    Attributes:
+        manager: gives and takes blocks.
+        max_num_batched_tokens: new tokens in one step.
+        max_num_seqs: requests that run at once.
+        max_model_len: longest prompt and output together.
+        max_chunk_tokens: new tokens of one request in one step.
+        reorder_batch_threshold: see `SchedulerOutput.scheduled`; None: no reordering.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        *,
+        max_model_len: int,
+        max_num_batched_tokens: int = 8192,
+        max_num_seqs: int = 256,
+        max_chunk_tokens: int | None = None,
+        reorder_batch_threshold: int | None = None,
+    ) -> None:
+        """An idle scheduler; `max_chunk_tokens` None: only the token budget bounds a chunk.
+
+        Raises:
+            ConfigurationError: a bound is below 1, or the token budget is below `max_num_seqs`, so
+                that not every running request could decode.
+        """
+        if max_chunk_tokens is None:
+            max_chunk_tokens = max_num_batched_tokens
+        bounds = {
+            "max_model_len": max_model_len,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_num_seqs": max_num_seqs,
+            "max_chunk_tokens": max_chunk_tokens,
+        }
+        for name, value in bounds.items():
+            if value < 1:
+                raise ConfigurationError(f"{name} {value} is not allowed; give at least 1")
+        if max_num_batched_tokens < max_num_seqs:
+            raise ConfigurationError(
+                f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs "
+                f"{max_num_seqs}, so not every request could decode in each step; raise the first or "
+                "lower the second"
+            )
+        self.manager = manager
+        self.max_model_len = max_model_len
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.max_chunk_tokens = min(max_chunk_tokens, max_num_batched_tokens)
+        self.reorder_batch_threshold = reorder_batch_threshold
+        self._requests: dict[str, Request] = {}
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._arrivals = itertools.count()
+        self._in_flight: SchedulerOutput | None = None
+        self._finished_ids: list[str] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Some request has not finished."""
+        return bool(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without blocks, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with blocks."""
+        return len(self._running)
+
+    def add(self, request: Request) -> None:
+        """Take a request.
+
+        Raises:
+            RequestError: its id is in use, or it could never finish: prompt and max_tokens exceed the
+                model's length or all blocks of the pool. Nothing was changed.
+        """
+        who = f"request {request.request_id}"
+        if request.request_id in self._requests:
+            raise RequestError(f"{who} exists and has not finished; give another id")
+        if request.status is not RequestStatus.WAITING or request.blocks is not None:
+            raise RequestError(f"{who} was added before; make a new Request")
+        num_prompt, max_tokens = request.num_prompt_tokens, request.sampling_params.max_tokens
+        if num_prompt >= self.max_model_len:
+            raise RequestError(
+                f"{who}: the prompt has {num_prompt} tokens, but with at least one generated token "
+                f"the model takes {self.max_model_len}; shorten it to {self.max_model_len - 1} tokens"
+            )
+        if num_prompt + max_tokens > self.max_model_len:
+            raise RequestError(
+                f"{who}: {num_prompt} prompt tokens and max_tokens {max_tokens} exceed the model's "
+                f"{self.max_model_len} tokens; lower max_tokens to {self.max_model_len - num_prompt} "
+                "or shorten the prompt"
+            )
+        needed = self._most_blocks(request.max_computed_tokens)
+        num_blocks = self.manager.pool.num_blocks - 1
+        if needed > num_blocks:
+            raise RequestError(
+                f"{who}: {num_prompt} prompt tokens and max_tokens {max_tokens} need {needed} blocks, "
+                f"but the pool has {num_blocks}; lower max_tokens, shorten the prompt, or give the "
+                "cache more memory"
+            )
+        request.arrival = next(self._arrivals)
+        request.blocks = self.manager.new_request(request.extra_keys)
+        self._requests[request.request_id] = request
+        insort(self._waiting, request, key=_order)
+
+    def finish(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End a request from outside: cancelled, or at a stop string.
+
+        Allowed at any time. The blocks of a request in the step under way are given back with it.
+
+        Returns:
+            Whether it had not finished before.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, reason)
+        return True
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the next step and allocate its blocks.
+
+        A request that runs alone and still finds no block ends with an error. Only in that step, or
+        without any request, nothing is scheduled.
+        """
+        assert self._in_flight is None, "commit or discard the last step first"
+        step = _Step(budget=self.max_num_batched_tokens)
+        for request in sorted(self._running, key=lambda r: (r.is_prefilling, r.order)):
+            if request.status is not RequestStatus.RUNNING:
+                continue  # Preempted for one before it.
+            if step.budget == 0:
+                break
+            num_left = request.num_tokens - request.num_computed_tokens
+            num_new = min(num_left, self.max_chunk_tokens, step.budget)
+            if self._make_room(request, num_new, step):
+                step.put(request, num_new)
+            else:
+                step.is_short_of_blocks = True
+        if not step.is_short_of_blocks:
+            self._admit(step)
+        output = SchedulerOutput(
+            scheduled=self._in_batch_order(step.num_new_tokens),
+            preempted_ids=tuple(r.request_id for r in step.preempted),
+            finished_ids=tuple(self._finished_ids),
+            num_tokens=self.max_num_batched_tokens - step.budget,
+        )
+        self._finished_ids.clear()
+        self._in_flight = output
+        return output
+
+    def commit(
+        self, output: SchedulerOutput, token_ids: Mapping[str, Sequence[int]]
+    ) -> tuple[Request, ...]:
+        """Enter what a step computed.
+
+        Args:
+            output: the last one scheduled.
+            token_ids: request id -> tokens sampled for it, for each request that `samples`. Of several
+                tokens all but the last must have been computed in this step (verified drafts).
+
+        Returns:
+            The requests that ended with these tokens.
+        """
+        self._land(output)
+        finished = []
+        for item in output.scheduled:
+            request = item.request
+            if request.is_finished:
+                continue
+            request.num_computed_tokens += item.num_new_tokens
+            reason = None
+            if item.samples:
+                sampled = token_ids[request.request_id]
+                assert len(sampled) > 0, f"no token was sampled for {request}"
+                for token_id in sampled:
+                    reason = request.append(token_id)
+                    if reason is not None:
+                        break
+                request.num_computed_tokens = request.num_tokens - 1
+            self.manager.settle(_blocks(request), request.token_ids, request.num_computed_tokens)
+            if reason is not None:
+                self._finish(request, reason)
+                finished.append(request)
+        return tuple(finished)
+
+    def discard(self, output: SchedulerOutput) -> None:
+        """Give up a step that did not run to its end: its tokens will be scheduled again.
+
+        Args:
+            output: the last one scheduled.
+        """
+        self._land(output)
+
+    def _land(self, output: SchedulerOutput) -> None:
+        assert output is self._in_flight, "this is not the step under way"
+        self._in_flight = None
+        for item in output.scheduled:
+            if item.request.is_finished:
+                self.manager.release(_blocks(item.request))
+
+    def _make_room(self, request: Request, num_new: int, step: _Step) -> bool:
+        """Allocate for a running request, at the cost of later ones; False: it sits this step out."""
+        blocks = _blocks(request)
+        end = request.num_computed_tokens + num_new
+        while (missing := self.manager.num_missing(blocks, end)) > self.manager.pool.num_free:
+            victim = self._running[-1]
+            if victim is request:
+                # It keeps its blocks until an earlier request wants them: that one never waits.
+                if len(self._running) == 1:
+                    self._fail(request, missing)
+                return False
+            self._running.pop()
+            self.manager.release(_blocks(victim))
+            victim.status = RequestStatus.PREEMPTED
+            victim.num_computed_tokens = 0
+            victim.num_preemptions += 1
+            insort(self._waiting, victim, key=_order)
+            step.preempt(victim)
+        if missing:
+            self.manager.grow(blocks, end)
+        return True
+
+    def _admit(self, step: _Step) -> None:
+        """Start waiting requests, in order; one that does not fit keeps all later ones waiting."""
+        num_deferred = 0
+        while (
+            step.budget
+            and num_deferred < len(self._waiting)
+            and len(self._running) + num_deferred < self.max_num_seqs
+        ):
+            request = self._waiting[num_deferred]
+            hit = self.manager.find_prefix(_blocks(request), request.token_ids)
+            if self._is_being_computed(request, hit):
+                num_deferred += 1
+                continue
+            num_left = request.num_tokens - hit.num_tokens
+            num_new = min(num_left, self.max_chunk_tokens, step.budget)
+            if self._start(request, hit, num_new):
+                step.put(request, num_new)
+            elif self._running:
+                return
+            else:
+                self._fail(request, self._most_blocks(request.num_tokens))
+
+    def _start(self, request: Request, hit: PrefixHit, num_new: int) -> bool:
+        """Give a waiting request its first blocks, if all its known tokens have room by now.
+
+        Not only those of the first chunk: a request that starts too early is preempted soon.
+        """
+        manager, blocks = self.manager, _blocks(request)
+        manager.take_prefix(blocks, hit)
+        needed = self._most_blocks(request.num_tokens)
+        if needed - manager.num_held(blocks) > manager.pool.num_free:
+            manager.release(blocks)
+            return False
+        manager.grow(blocks, hit.num_tokens + num_new)
+        if request.status is RequestStatus.WAITING:
+            manager.count_lookup(request.num_tokens, hit)
+            request.num_cached_tokens = hit.num_tokens
+        request.num_computed_tokens = hit.num_tokens
+        request.status = RequestStatus.RUNNING
+        self._waiting.remove(request)
+        insort(self._running, request, key=_order)
+        return True
+
+    def _most_blocks(self, num_tokens: int) -> int:
+        return self.manager.max_blocks(num_tokens, self.max_chunk_tokens)
+
+    def _is_being_computed(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether a running request is about to compute what comes after the hit: then wait for it."""
+        end = hit.num_tokens + self.manager.hit_unit
+        return end < request.num_tokens and any(
+            other.num_computed_tokens < end <= other.num_tokens
+            and self.manager.same_prefix(_blocks(request), _blocks(other), end)
+            for other in self._running
+        )
+
+    def _fail(self, request: Request, num_blocks: int) -> None:
+        pool = self.manager.pool
+        request.error = OutOfPages(
+            f"request {request.request_id} runs alone and needs {num_blocks} blocks, but "
+            f"{pool.num_free} of {pool.num_blocks - 1} are free; something else holds blocks of this "
+            "pool: free them, or give the cache more memory"
+        )
+        self._finish(request, FinishReason.ERROR)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+        else:
+            self._waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        del self._requests[request.request_id]
+        self._finished_ids.append(request.request_id)
+        flying = self._in_flight.scheduled if self._in_flight is not None else ()
+        if all(item.request is not request for item in flying):
+            self.manager.release(_blocks(request))
+
+    def _in_batch_order(
+        self, num_new_tokens: Mapping[Request, int]
+    ) -> tuple[ScheduledRequest, ...]:
+        items = [
+            ScheduledRequest(
+                request=request,
+                num_new_tokens=num_new,
+                samples=request.num_computed_tokens + num_new == request.num_tokens,
+            )
+            for request, num_new in num_new_tokens.items()
+        ]
+        threshold = self.reorder_batch_threshold
+        if threshold is not None:
+            items.sort(key=lambda item: _region(item, threshold))
+        return tuple(items)
+
+
+class _Step:
+    """A step in the making."""
+
+    def __init__(self, budget: int) -> None:
+        self.num_new_tokens: dict[Request, int] = {}
+        self.preempted: list[Request] = []
+        self.budget = budget
+        self.is_short_of_blocks = False
+
+    def put(self, request: Request, num_new: int) -> None:
+        self.num_new_tokens[request] = num_new
+        self.budget -= num_new
+
+    def preempt(self, request: Request) -> None:
+        self.budget += self.num_new_tokens.pop(request, 0)
+        self.preempted.append(request)
+        self.is_short_of_blocks = True
+
+
+def _region(item: ScheduledRequest, threshold: int) -> int:
+    if item.request.num_computed_tokens == 0:
+        return 3
+    if item.num_new_tokens > threshold:
+        return 2
+    return 1 if item.request.is_prefilling else 0
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order
+
+
+def _blocks(request: Request) -> RequestBlocks:
+    assert request.blocks is not None, "only a request that was added has blocks"
+    return request.blocks
