@@ -1,0 +1,345 @@
+"""A transformers causal language model, run as one packed stream through attnkit layers.
+
+In: a checkpoint and how to run it. Out: `PackedModel`: the layers it has (built from `discovery`),
+what they keep in the cache, and `forward(step)`, which returns the logits of the wanted rows. Its
+model code is transformers', unmodified; all requests of a step are one sequence to it, with
+`position_ids` of their own and no cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnkit.contract import AttentionBackend, AttentionSpec, MultipleOf
+from attnkit.errors import ConfigurationError, ModelError
+from attnkit.layer import Attention
+from attnkit.runner import hook
+from attnkit.runner.checkpoint import Checkpoint, check_loading_report
+from attnkit.runner.discovery import LayerFacts, discover_layers
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+class PackedModel:
+    """The model and its attention layers.
+
+    Attributes:
+        model: transformers' module, in eval mode.
+        dtype: of its weights and of the attention.
+        device: where it runs.
+        max_model_len: longest sequence, in tokens.
+        vocab_size: width of the logits.
+        layers: layer name -> `attnkit.Attention`, in the order of the forward pass.
+        specs: layer name -> what it keeps in the cache.
+        block_size: tokens in a page.
+        kernel_block_size: tokens in a block as the kernels see it; divides block_size.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        backend: str | type[AttentionBackend] = "auto",
+        block_size: int | None = None,
+        max_model_len: int | None = None,
+        vllm_config: Any | None = None,
+    ) -> None:
+        """Probe `model` and build a layer for each of its attention modules.
+
+        Args:
+            model: a transformers causal language model with its weights where it shall run.
+            backend: as in `attnkit.Attention`.
+            block_size: None: what the chosen backends prefer.
+            max_model_len: None: what the model's configuration says. Smaller values are allowed.
+            vllm_config: handed to the layers.
+
+        Raises:
+            ModelError: the model cannot be driven.
+            ConfigurationError: a length or block size that is not allowed.
+            BackendError: no backend for one of its layers.
+        """
+        self.model = model.eval().requires_grad_(False)
+        weight = next(model.parameters())
+        self.dtype, self.device = weight.dtype, weight.device
+        self.max_model_len = _max_model_len(model, max_model_len)
+        hook.register()
+        self._set_attention(hook.PROBE)
+        facts = discover_layers(model, self.max_model_len)
+        self._set_attention(hook.RUN)
+        self._modules = {fact.name: fact.module for fact in facts}
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
+
+        default = 16 if self.device.type == "cuda" else 64
+        wanted = default if block_size is None else block_size
+        layers = [self._layer(fact, backend, wanted, vllm_config) for fact in facts]
+        if block_size is None:
+            wanted = max(layer.backend.get_preferred_block_size(default) for layer in layers)
+        kernel = _kernel_block_size(wanted, {layer.backend for layer in layers})
+        if kernel != layers[0].block_size:
+            layers = [self._layer(fact, backend, kernel, vllm_config) for fact in facts]
+        self.block_size, self.kernel_block_size = wanted, kernel
+        self.layers: dict[str, Attention] = {layer.layer_name: layer for layer in layers}
+        specs: dict[str, AttentionSpec] = {}
+        for name, layer in self.layers.items():
+            spec = layer.get_kv_cache_spec(wanted)
+            assert spec is not None, "decoder layers own a cache"
+            specs[name] = spec
+        self.specs = specs
+
+    def bind(
+        self, kv_caches: Mapping[str, torch.Tensor], group_of: Mapping[str, int]
+    ) -> StepPlanner:
+        """Tie each layer to its pages and to the block table it reads.
+
+        Args:
+            kv_caches: layer name -> cache.
+            group_of: layer name -> which of a step's batches describes its pages.
+        """
+        return StepPlanner(self, kv_caches, group_of)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logits_indices: torch.Tensor,
+        step: hook.PackedStep,
+    ) -> torch.Tensor:
+        """Run one step.
+
+        Args:
+            input_ids: int64 (num_tokens,), all requests after each other.
+            positions: int64 (num_tokens,), each token's position in its request.
+            logits_indices: int64 (num_rows,), the tokens whose logits are wanted.
+            step: the plans.
+
+        Returns:
+            Logits (num_rows, vocab_size) in the model's dtype.
+        """
+        options: dict[str, Any] = {hook.STEP_KWARG: step}
+        if self._takes_logits_to_keep:
+            options["logits_to_keep"] = logits_indices
+        with torch.inference_mode():
+            logits = self.model(
+                input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **options
+            ).logits[0]
+        return logits if self._takes_logits_to_keep else logits[logits_indices]
+
+    def _set_attention(self, name: str) -> None:
+        try:
+            self.model.set_attn_implementation(name)
+        except (AttributeError, ValueError) as error:
+            raise ModelError(
+                f"{type(self.model).__name__} does not let its attention be replaced ({error}); use a "
+                "model of transformers' own classes"
+            ) from error
+
+    def _layer(
+        self,
+        fact: LayerFacts,
+        backend: str | type[AttentionBackend],
+        block_size: int,
+        vllm_config: Any | None,
+    ) -> Attention:
+        return Attention(
+            fact.num_heads,
+            fact.head_size,
+            fact.scale,
+            fact.num_kv_heads,
+            sliding_window=fact.sliding_window,
+            logits_soft_cap=fact.logits_soft_cap,
+            sinks=fact.sinks,
+            head_size_v=fact.head_size_v,
+            dtype=self.dtype,
+            device=self.device,
+            backend=backend,
+            layer_name=fact.name,
+            block_size=block_size,
+            vllm_config=vllm_config,
+        )
+
+
+class StepPlanner:
+    """Plans a step once per group of equal layers."""
+
+    def __init__(
+        self,
+        packed: PackedModel,
+        kv_caches: Mapping[str, torch.Tensor],
+        group_of: Mapping[str, int],
+    ) -> None:
+        members: dict[tuple[Any, ...], list[str]] = {}
+        for name, layer in packed.layers.items():
+            members.setdefault((group_of[name], *_plan_key(layer)), []).append(name)
+        self._builders = []
+        slots: dict[nn.Module, hook.LayerSlot] = {}
+        for plan, (key, names) in enumerate(members.items()):
+            builder = packed.layers[names[0]].make_builder(names)
+            self._builders.append((key[0], builder))
+            for name in names:
+                slots[packed._modules[name]] = hook.LayerSlot(
+                    packed.layers[name], kv_caches[name], plan
+                )
+        self._slots = slots
+
+    def plan(self, batches: Sequence[Any]) -> hook.PackedStep:
+        """
+        Args:
+            batches: one `CommonAttentionMetadata` per group of layers that share a block table.
+        """
+        plans = [builder.build(0, batches[group]) for group, builder in self._builders]
+        return hook.PackedStep(self._slots, plans)
+
+
+def load_model(
+    checkpoint: Checkpoint, dtype: str | torch.dtype, device: torch.device
+) -> tuple[Any, torch.dtype]:
+    """Load a checkpoint's weights.
+
+    Args:
+        dtype: a name of `DTYPES`, the dtype itself, or "auto": the checkpoint's own, but float32
+            for float16 on a CPU, which has no fast float16 arithmetic.
+        device: where to.
+
+    Returns:
+        The model and its dtype.
+
+    Raises:
+        ConfigurationError: the dtype is not known.
+        ModelError: transformers cannot load it, or weights are missing.
+    """
+    import transformers
+
+    chosen = _dtype(checkpoint, dtype, device)
+    try:
+        with _quiet_loading():
+            outcome: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                checkpoint.source, dtype=chosen, output_loading_info=True
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelError(
+            f"{checkpoint.source} cannot be loaded as a causal language model: {error}; give another "
+            f"model, or a transformers newer than {transformers.__version__}"
+        ) from error
+    model, report = outcome
+    check_loading_report(checkpoint.source, type(model).__name__, report)
+    return model.to(device), chosen
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """The checkpoint's tokenizer.
+
+    Raises:
+        ModelError: it has none that transformers can load.
+    """
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(checkpoint.source)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise ModelError(
+            f"{checkpoint.source} has no tokenizer that can be loaded: {error}; add the tokenizer's "
+            "files to the directory"
+        ) from error
+
+
+def _dtype(checkpoint: Checkpoint, dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    if isinstance(dtype, str) and dtype != "auto":
+        if dtype not in DTYPES:
+            raise ConfigurationError(
+                f"dtype {dtype!r} is not known; use auto, {', '.join(DTYPES)} or a torch.dtype"
+            )
+        return DTYPES[dtype]
+    if isinstance(dtype, torch.dtype):
+        if dtype not in DTYPES.values():
+            raise ConfigurationError(f"dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
+        return dtype
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(checkpoint.source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"{checkpoint.source} has a configuration that transformers {transformers.__version__} "
+            f"cannot read: {error}; give another model, or a newer transformers"
+        ) from error
+    own: Any = config.get_text_config().dtype or config.dtype
+    if isinstance(own, str):
+        own = DTYPES.get(own)
+    if own is torch.bfloat16 or (own is torch.float16 and device.type != "cpu"):
+        return own
+    return torch.float32
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """transformers without its progress bar: loading from a local directory takes a moment."""
+    from transformers.utils import logging
+
+    had_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bar:
+            logging.enable_progress_bar()
+
+
+def _max_model_len(model: Any, given: int | None) -> int:
+    config = model.config.get_text_config()
+    own = next((n for name in _LENGTH_NAMES if (n := getattr(config, name, None))), None)
+    if given is None:
+        if own is None:
+            raise ConfigurationError(
+                f"the configuration of {type(model).__name__} does not say how long a sequence may "
+                "be; give max_model_len"
+            )
+        return int(own)
+    if given < 1 or (own is not None and given > own):
+        raise ConfigurationError(
+            f"max_model_len {given} is not allowed; give 1 to {own or 'the length it was trained for'}"
+        )
+    return given
+
+
+def _kernel_block_size(block_size: int, backends: set[type[AttentionBackend]]) -> int:
+    """The largest block that divides a page and that every backend's kernels can read."""
+    if block_size < 1:
+        raise ConfigurationError(f"block_size {block_size} is not allowed; give at least 1")
+    for size in range(block_size, 0, -1):
+        if block_size % size == 0 and all(_reads(backend, size) for backend in backends):
+            return size
+    named = ", ".join(
+        f"{b.get_name()}: {', '.join(map(str, b.get_supported_kernel_block_sizes()))}"
+        for b in sorted(backends, key=lambda b: b.get_name())
+    )
+    raise ConfigurationError(
+        f"no kernel block size divides block_size {block_size}; the backends can read {named}"
+    )
+
+
+def _reads(backend: type[AttentionBackend], size: int) -> bool:
+    sizes = backend.get_supported_kernel_block_sizes()
+    return not sizes or any(
+        size % s.base == 0 if isinstance(s, MultipleOf) else size == s for s in sizes
+    )
+
+
+def _plan_key(layer: Attention) -> tuple[Any, ...]:
+    """Layers with equal keys can share a plan: a plan may depend on all static facts but a sink's
+    values, which no builder sees."""
+    return (
+        layer.backend,
+        layer.num_heads,
+        layer.num_kv_heads,
+        layer.head_size,
+        layer.head_size_v,
+        layer.sliding_window,
+    )
