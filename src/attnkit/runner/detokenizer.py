@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
 
 
 class TextStream:
-    """The output text of one request.
+    """The output text of one request, without the tokenizer's special tokens.
 
     Tokens are decoded in a window that begins where text was last complete: `decode(window)` minus
     `decode(window without the new tokens)` is the new text. Decoding token by token would be wrong
@@ -42,20 +42,14 @@ class TextStream:
         prompt_token_ids: Sequence[int],
         *,
         stop: Sequence[str] = (),
-        include_stop: bool = False,
-        skip_special_tokens: bool = True,
     ) -> None:
         """
         Args:
             prompt_token_ids: what the output continues.
             stop: strings that end the output, none of them empty.
-            include_stop: keep the stop string in the text.
-            skip_special_tokens: leave out the tokenizer's special tokens.
         """
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._include_stop = include_stop
-        self._skip_special = skip_special_tokens
         self._ids = list(prompt_token_ids[-_CONTEXT_TOKENS:])
         self._begin = 0  # of the window
         self._read = len(self._ids)  # tokens whose text is in _text
@@ -112,7 +106,7 @@ class TextStream:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(
-            ids, skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
     def _search(self) -> bool:
@@ -125,7 +119,7 @@ class TextStream:
         if not found:
             return False
         at, self.stopped_by = min(found)
-        self._text = self._text[: at + len(self.stopped_by) * self._include_stop]
+        self._text = self._text[:at]
         return True
 
     def _possible_stop(self) -> int:

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnkit.contract import AttentionBackend, AttentionSpec, MultipleOf
+from attnkit.contract import AttentionBackend, AttentionSpec, KVCacheLayout, MultipleOf
 from attnkit.errors import ConfigurationError, ModelError
+from attnkit.kvcache.groups import KVCachePlan, plan_kv_cache
+from attnkit.kvcache.pool import PagedKVCache
 from attnkit.layer import Attention
 from attnkit.runner import hook
-from attnkit.runner.checkpoint import Checkpoint, check_loading_report
+from attnkit.runner.checkpoint import Checkpoint, check_loading_report, resolve_checkpoint
 from attnkit.runner.discovery import LayerFacts, discover_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,9 +39,9 @@ class PackedModel:
         max_model_len: longest sequence, in tokens.
         vocab_size: width of the logits.
         layers: layer name -> `attnkit.Attention`, in the order of the forward pass.
-        specs: layer name -> what it keeps in the cache.
-        block_size: tokens in a page.
-        kernel_block_size: tokens in a block as the kernels see it; divides block_size.
+        kv_plan: what they keep in the cache, and which of them share a block table.
+        block_size: tokens in a page; more in groups whose tokens take fewer bytes (see `kv_plan`).
+        blocks_per_block: kernel blocks in a page.
     """
 
     def __init__(
@@ -69,41 +71,55 @@ class PackedModel:
         weight = next(model.parameters())
         self.dtype, self.device = weight.dtype, weight.device
         self.max_model_len = _max_model_len(model, max_model_len)
-        hook.register()
-        self._set_attention(hook.PROBE)
-        facts = discover_layers(model, self.max_model_len)
-        self._set_attention(hook.RUN)
+        facts = _probe(model, self.max_model_len)
+        _set_attention(model, hook.RUN)
         self._modules = {fact.name: fact.module for fact in facts}
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.vocab_size = int(model.config.get_text_config().vocab_size)
 
         default = 16 if self.device.type == "cuda" else 64
         wanted = default if block_size is None else block_size
-        layers = [self._layer(fact, backend, wanted, vllm_config) for fact in facts]
+        layers = {f.name: self._layer(f, backend, wanted, vllm_config) for f in facts}
         if block_size is None:
-            wanted = max(layer.backend.get_preferred_block_size(default) for layer in layers)
-        kernel = _kernel_block_size(wanted, {layer.backend for layer in layers})
-        if kernel != layers[0].block_size:
-            layers = [self._layer(fact, backend, kernel, vllm_config) for fact in facts]
-        self.block_size, self.kernel_block_size = wanted, kernel
-        self.layers: dict[str, Attention] = {layer.layer_name: layer for layer in layers}
+            wanted = max(la.backend.get_preferred_block_size(default) for la in layers.values())
+        self.block_size = wanted
         specs: dict[str, AttentionSpec] = {}
-        for name, layer in self.layers.items():
+        for name, layer in layers.items():
             spec = layer.get_kv_cache_spec(wanted)
             assert spec is not None, "decoder layers own a cache"
             specs[name] = spec
-        self.specs = specs
+        self.kv_plan = plan_kv_cache(specs)
+        self.blocks_per_block = _blocks_per_block(self.kv_plan, layers)
+        sizes = {n: s.block_size // self.blocks_per_block for n, s in self.kv_plan.specs.items()}
+        self.layers = {
+            f.name: layers[f.name]
+            if layers[f.name].block_size == sizes[f.name]
+            else self._layer(f, backend, sizes[f.name], vllm_config)
+            for f in facts
+        }
 
-    def bind(
-        self, kv_caches: Mapping[str, torch.Tensor], group_of: Mapping[str, int]
-    ) -> StepPlanner:
-        """Tie each layer to its pages and to the block table it reads.
+    def allocate(self, num_blocks: int, *, poison: bool = False) -> PagedKVCache:
+        """Memory for `num_blocks` pages of every layer, in a layout all backends can read.
 
         Args:
-            kv_caches: layer name -> cache.
-            group_of: layer name -> which of a step's batches describes its pages.
+            num_blocks: of `block_size` tokens, the null block included.
+            poison: fill pages with NaN (see `PagedKVCache`).
+
+        Raises:
+            ConfigurationError: the layers' backends have no layout in common.
         """
-        return StepPlanner(self, kv_caches, group_of)
+        backends = {name: layer.backend for name, layer in self.layers.items()}
+        first = next(iter(self.kv_plan.specs.values()))
+        return PagedKVCache(
+            self.kv_plan.specs,  # type: ignore[arg-type]
+            num_blocks,
+            device=self.device,
+            layout=_common_layout(set(backends.values())),
+            kernel_block_size=first.block_size // self.blocks_per_block,
+            overlays=self.kv_plan.storages,
+            backends=backends,
+            poison=poison,
+        )
 
     def forward(
         self,
@@ -131,15 +147,6 @@ class PackedModel:
                 input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **options
             ).logits[0]
         return logits if self._takes_logits_to_keep else logits[logits_indices]
-
-    def _set_attention(self, name: str) -> None:
-        try:
-            self.model.set_attn_implementation(name)
-        except (AttributeError, ValueError) as error:
-            raise ModelError(
-                f"{type(self.model).__name__} does not let its attention be replaced ({error}); use a "
-                "model of transformers' own classes"
-            ) from error
 
     def _layer(
         self,
@@ -172,9 +179,14 @@ class StepPlanner:
     def __init__(
         self,
         packed: PackedModel,
-        kv_caches: Mapping[str, torch.Tensor],
-        group_of: Mapping[str, int],
+        cache: PagedKVCache,
     ) -> None:
+        """
+        Args:
+            packed: the model.
+            cache: its pages, from `packed.allocate`.
+        """
+        group_of = {n: i for i, g in enumerate(packed.kv_plan.groups) for n in g.layer_names}
         members: dict[tuple[Any, ...], list[str]] = {}
         for name, layer in packed.layers.items():
             members.setdefault((group_of[name], *_plan_key(layer)), []).append(name)
@@ -185,14 +197,20 @@ class StepPlanner:
             self._builders.append((key[0], builder))
             for name in names:
                 slots[packed._modules[name]] = hook.LayerSlot(
-                    packed.layers[name], kv_caches[name], plan
+                    packed.layers[name], cache[name], plan
                 )
         self._slots = slots
+
+    @property
+    def reorder_batch_threshold(self) -> int | None:
+        """Requests with at most this many new tokens should come first; None: nobody cares."""
+        wishes = [b.reorder_batch_threshold for _, b in self._builders]
+        return min((w for w in wishes if w is not None), default=None)
 
     def plan(self, batches: Sequence[Any]) -> hook.PackedStep:
         """
         Args:
-            batches: one `CommonAttentionMetadata` per group of layers that share a block table.
+            batches: one `CommonAttentionMetadata` per group of `kv_plan`.
         """
         plans = [builder.build(0, batches[group]) for group, builder in self._builders]
         return hook.PackedStep(self._slots, plans)
@@ -231,6 +249,20 @@ def load_model(
     model, report = outcome
     check_loading_report(checkpoint.source, type(model).__name__, report)
     return model.to(device), chosen
+
+
+def load_layer_facts(model: str | None, dtype: torch.dtype) -> tuple[LayerFacts, ...]:
+    """The attention layers of a model, without building any: for `attnkit explain`.
+
+    Args:
+        model: as in `resolve_checkpoint`.
+        dtype: to load it in.
+
+    Raises:
+        ModelError: it cannot be found, loaded or driven.
+    """
+    loaded, _ = load_model(resolve_checkpoint(model), dtype, torch.device("cpu"))
+    return _probe(loaded.eval(), _max_model_len(loaded, None))
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
@@ -278,6 +310,22 @@ def _dtype(checkpoint: Checkpoint, dtype: str | torch.dtype, device: torch.devic
     return torch.float32
 
 
+def _probe(model: Any, max_model_len: int) -> tuple[LayerFacts, ...]:
+    hook.register()
+    _set_attention(model, hook.PROBE)
+    return discover_layers(model, max_model_len)
+
+
+def _set_attention(model: Any, name: str) -> None:
+    try:
+        model.set_attn_implementation(name)
+    except (AttributeError, ValueError) as error:
+        raise ModelError(
+            f"{type(model).__name__} does not let its attention be replaced ({error}); use a model of "
+            "transformers' own classes"
+        ) from error
+
+
 @contextmanager
 def _quiet_loading() -> Iterator[None]:
     """transformers without its progress bar: loading from a local directory takes a moment."""
@@ -309,19 +357,31 @@ def _max_model_len(model: Any, given: int | None) -> int:
     return given
 
 
-def _kernel_block_size(block_size: int, backends: set[type[AttentionBackend]]) -> int:
-    """The largest block that divides a page and that every backend's kernels can read."""
-    if block_size < 1:
-        raise ConfigurationError(f"block_size {block_size} is not allowed; give at least 1")
-    for size in range(block_size, 0, -1):
-        if block_size % size == 0 and all(_reads(backend, size) for backend in backends):
-            return size
+def _blocks_per_block(plan: KVCachePlan, layers: Mapping[str, Attention]) -> int:
+    """Into how few kernel blocks a page must be split for every layer's kernels to read them."""
+    pairs = {(s.block_size, layers[n].backend) for n, s in plan.specs.items()}
+    for ratio in range(1, min(size for size, _ in pairs) + 1):
+        if all(size % ratio == 0 and _reads(b, size // ratio) for size, b in pairs):
+            return ratio
     named = ", ".join(
-        f"{b.get_name()}: {', '.join(map(str, b.get_supported_kernel_block_sizes()))}"
-        for b in sorted(backends, key=lambda b: b.get_name())
+        f"pages of {size} tokens for {b.get_name()}, whose kernels read "
+        f"{' or '.join(map(str, b.get_supported_kernel_block_sizes()))}"
+        for size, b in sorted(pairs, key=lambda pair: (pair[0], pair[1].get_name()))
     )
+    raise ConfigurationError(f"no kernel block size fits: {named}; choose another block_size")
+
+
+def _common_layout(backends: set[type[AttentionBackend]]) -> KVCacheLayout:
+    asked = {b.get_name(): b.supported_kv_cache_layouts() for b in backends}
+    limited = {name: layouts for name, layouts in asked.items() if layouts is not None}
+    order = next(iter(limited.values()), (KVCacheLayout.LBHNC,))
+    for layout in order:
+        if layout.is_layer_compact and all(layout in layouts for layouts in limited.values()):
+            return layout
+    named = "; ".join(f"{n}: {', '.join(x.name for x in ls)}" for n, ls in limited.items())
     raise ConfigurationError(
-        f"no kernel block size divides block_size {block_size}; the backends can read {named}"
+        f"the chosen backends have no KV cache layout in common that keeps layers apart ({named}); "
+        "choose one backend for all layers"
     )
 
 

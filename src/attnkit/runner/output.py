@@ -7,11 +7,8 @@ them from other engines.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from attnkit.runner.sampler import Logprob
-
-FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +20,8 @@ class CompletionOutput:
         text: the continuation. Stop strings and end tokens are not part of it unless asked for.
         token_ids: its tokens, a stop token included.
         finish_reason: "stop" (end token, stop token or stop string), "length" (max_tokens or the
-            model's longest sequence), "abort" (cancelled), "error" (its logits were not finite);
-            None while it runs.
+            model's longest sequence), "abort" (cancelled), "error" (see `RequestOutput.error`); None
+            while it runs.
         stop_reason: the stop string or stop token id; None for the model's own end token.
         logprobs: per token, token id -> Logprob; None unless asked for.
     """
@@ -32,7 +29,7 @@ class CompletionOutput:
     index: int = 0
     text: str
     token_ids: list[int]
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
 
@@ -48,6 +45,7 @@ class RequestOutput:
         outputs: one CompletionOutput.
         num_cached_tokens: prompt tokens that the prefix cache spared.
         finished: nothing will follow.
+        error: what went wrong, where finish_reason is "error".
     """
 
     request_id: str
@@ -56,6 +54,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     finished: bool = True
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,5 +70,5 @@ class StreamOutput:
 
     text: str
     token_ids: list[int]
-    finish_reason: FinishReason | None
+    finish_reason: str | None
     output: RequestOutput

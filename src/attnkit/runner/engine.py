@@ -1,0 +1,320 @@
+"""The engine: steps of continuous batching over one model, for any number of requests at once.
+
+In: requests, at any time. Out: after each step, entries whose tokens and text have grown. One step is
+schedule, upload, plan, model, sample, commit; whoever wants progress calls `step`. One lock makes it
+safe to do so from several threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attnkit.errors import RequestError
+from attnkit.kvcache.blocks import BlockPool
+from attnkit.kvcache.tables import BlockManager
+from attnkit.runner.detokenizer import TextStream, Tokenizer
+from attnkit.runner.model import PackedModel, StepPlanner
+from attnkit.runner.output import CompletionOutput, RequestOutput, StreamOutput
+from attnkit.runner.request import FinishReason, Request
+from attnkit.runner.sampler import Logprob, Sampled, SamplingState, sample
+from attnkit.runner.sampling_params import SamplingParams
+from attnkit.runner.scheduler import Scheduler, SchedulerOutput
+from attnkit.runner.step import build_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counts since the engine was made.
+
+    Attributes:
+        num_steps: passes through the model.
+        num_computed_tokens: tokens that went through it.
+        num_generated_tokens: tokens sampled.
+        num_prompt_tokens: prompt tokens of requests admitted.
+        num_cached_tokens: of those, tokens that the prefix cache spared.
+        num_preemptions: times a request lost its pages.
+        num_used_blocks: pages held now.
+        num_blocks: pages there are.
+    """
+
+    num_steps: int
+    num_computed_tokens: int
+    num_generated_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    num_used_blocks: int
+    num_blocks: int
+
+
+class Entry:
+    """One request and what has come of it. Made by `Engine.add`; the engine alone changes it."""
+
+    def __init__(
+        self,
+        request: Request,
+        prompt: str | None,
+        state: SamplingState,
+        text: TextStream | None,
+    ) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.state = state
+        self.text = text
+        self.logprobs: list[dict[int, Logprob]] | None = (
+            None if request.sampling_params.logprobs is None else []
+        )
+        self.error: str | None = None
+        self._num_taken = 0
+
+    @property
+    def finish_reason(self) -> str | None:
+        """A stop string beats max_tokens reached at the same token."""
+        if self.text is not None and self.text.stopped_by is not None:
+            return FinishReason.STOP.value
+        reason = self.request.finish_reason
+        return None if reason is None else reason.value
+
+    @property
+    def has_news(self) -> bool:
+        """Tokens, or an end, that `take` has not given out."""
+        return self.request.is_finished or self.request.num_output_tokens > self._num_taken
+
+    def take(self) -> StreamOutput:
+        """What is new since the last call."""
+        finished = self.request.is_finished
+        new_ids = self.request.output_token_ids[self._num_taken :]
+        self._num_taken += len(new_ids)
+        text = "" if self.text is None else self.text.take(final=finished)
+        return StreamOutput(
+            text=text, token_ids=new_ids, finish_reason=self.finish_reason, output=self.output()
+        )
+
+    def output(self) -> RequestOutput:
+        """Everything so far."""
+        request = self.request
+        text = "" if self.text is None else self.text.text(final=request.is_finished)
+        error = self.error
+        if error is None and request.error is not None:
+            error = str(request.error)
+        completion = CompletionOutput(
+            text=text,
+            token_ids=request.output_token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason(),
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+        )
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[completion],
+            num_cached_tokens=request.num_cached_tokens,
+            finished=request.is_finished,
+            error=error,
+        )
+
+    def _stop_reason(self) -> int | str | None:
+        if self.text is not None and self.text.stopped_by is not None:
+            return self.text.stopped_by
+        request = self.request
+        if request.finish_reason is not FinishReason.STOP:
+            return None
+        last = request.token_ids[-1]
+        return last if last in request.sampling_params.stop_token_ids else None
+
+
+class Engine:
+    """Continuous batching on one `PackedModel`.
+
+    Attributes:
+        model: the model.
+        cache: its pages.
+        scheduler: which requests run.
+    """
+
+    def __init__(
+        self,
+        model: PackedModel,
+        *,
+        num_blocks: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool = True,
+        eos_token_ids: Iterable[int] = (),
+        tokenizer: Tokenizer | None = None,
+        seed: int = 0,
+        poison: bool = False,
+    ) -> None:
+        """
+        Args:
+            num_blocks: pages, the null block included.
+            max_num_seqs: requests that run at once.
+            max_num_batched_tokens: tokens of one step.
+            enable_prefix_caching: find prompts' beginnings that were computed before.
+            eos_token_ids: the model's end tokens.
+            tokenizer: None: outputs have no text.
+            seed: of the requests that name none.
+            poison: fill fresh and freed pages with NaN, to find reads of what nobody wrote.
+
+        Raises:
+            ConfigurationError: a bound is not allowed.
+            CacheError: fewer than two pages.
+        """
+        self.model = model
+        pool = BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching)
+        self.manager = BlockManager(pool, model.kv_plan.retentions)
+        self.cache = model.allocate(num_blocks, poison=poison)
+        self._planner = StepPlanner(model, self.cache)
+        self.scheduler = Scheduler(
+            self.manager,
+            max_model_len=model.max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            reorder_batch_threshold=self._planner.reorder_batch_threshold,
+        )
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._poison = poison
+        self._lock = threading.RLock()
+        self._entries: dict[str, Entry] = {}
+        self._numbers = itertools.count()
+        self._block_sizes = [r.block_size for r in model.kv_plan.retentions]
+        self._num_steps = self._num_computed = self._num_generated = self._num_preemptions = 0
+
+    @property
+    def stats(self) -> EngineStats:
+        pool = self.manager.pool
+        return EngineStats(
+            num_steps=self._num_steps,
+            num_computed_tokens=self._num_computed,
+            num_generated_tokens=self._num_generated,
+            num_prompt_tokens=self.manager.num_queried_tokens,
+            num_cached_tokens=self.manager.num_hit_tokens,
+            num_preemptions=self._num_preemptions,
+            num_used_blocks=pool.num_used,
+            num_blocks=pool.num_blocks,
+        )
+
+    def add(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None = None
+    ) -> Entry:
+        """Take a request; it runs from the next step on.
+
+        Args:
+            prompt_token_ids: at least one.
+            prompt: the text they came from, to be handed back.
+
+        Raises:
+            RequestError: the prompt or its parameters are not allowed; nothing was changed.
+        """
+        with self._lock:
+            number = next(self._numbers)
+            request = Request(
+                str(number), prompt_token_ids, params, eos_token_ids=self.eos_token_ids
+            )
+            vocab_size = self.model.vocab_size
+            if (largest := max(prompt_token_ids)) >= vocab_size:
+                raise RequestError(
+                    f"request {number}: token id {largest} is not of the model, which has "
+                    f"{vocab_size}; give ids from 0 to {vocab_size - 1}"
+                )
+            if params.stop and self._tokenizer is None:
+                raise RequestError(
+                    f"request {number}: stop strings {list(params.stop)} need a tokenizer, and the "
+                    "model has none; use stop_token_ids"
+                )
+            self.scheduler.add(request)
+            state = SamplingState(
+                params, prompt_token_ids, vocab_size, [self._seed, number], self.model.device
+            )
+            text = (
+                None
+                if self._tokenizer is None
+                else TextStream(self._tokenizer, prompt_token_ids, stop=params.stop)
+            )
+            entry = self._entries[request.request_id] = Entry(request, prompt, state, text)
+            return entry
+
+    def abort(self, entries: Iterable[Entry]) -> None:
+        """Cancel those of the entries that have not finished; their pages are free afterwards."""
+        with self._lock:
+            for entry in entries:
+                self.scheduler.finish(entry.request.request_id, FinishReason.ABORT)
+                self._entries.pop(entry.request.request_id, None)
+
+    def advance(self, entry: Entry) -> None:
+        """Step until this entry has news; another thread's steps count."""
+        with self._lock:
+            while not entry.has_news:
+                self.step()
+
+    def step(self) -> None:
+        """Run one step for whoever is scheduled. Nothing happens where no request is left."""
+        with self._lock:
+            output = self.scheduler.schedule()
+            self._num_preemptions += len(output.preempted_ids)
+            for request_id in output.finished_ids:  # those that ended without running
+                self._entries.pop(request_id, None)
+            if not output.scheduled:
+                return
+            try:
+                sampled = self._run(output)
+            except BaseException:
+                self.scheduler.discard(output)
+                raise
+            self._commit(output, sampled)
+
+    def _run(self, output: SchedulerOutput) -> list[tuple[Entry, Sampled]]:
+        """The device's part of a step: from the upload to the tokens coming down."""
+        if self._poison:
+            self.cache.poison_blocks(self.manager.pool.take_poisonable())
+        with torch.inference_mode():
+            inputs = build_step(
+                output, self._block_sizes, self.model.blocks_per_block, self.model.device
+            )
+            logits = self.model.forward(
+                inputs.input_ids,
+                inputs.positions,
+                inputs.logits_indices,
+                self._planner.plan(inputs.batches),
+            )
+            entries = [self._entries[request.request_id] for request in inputs.sampled]
+            outcomes = sample(logits, [entry.state for entry in entries])
+        return list(zip(entries, outcomes, strict=True))
+
+    def _commit(self, output: SchedulerOutput, sampled: list[tuple[Entry, Sampled]]) -> None:
+        self._num_steps += 1
+        self._num_computed += output.num_tokens
+        token_ids: dict[str, list[int]] = {}
+        for entry, outcome in sampled:
+            request_id = entry.request.request_id
+            if outcome.token_id is None:
+                entry.error = (
+                    f"request {request_id}: the model's logits are not finite after "
+                    f"{entry.request.num_tokens} tokens; try dtype float32, or another backend"
+                )
+                self.scheduler.finish(request_id, FinishReason.ERROR)
+                continue
+            token_ids[request_id] = [outcome.token_id]
+            if entry.logprobs is not None and outcome.logprobs is not None:
+                entry.logprobs.append(outcome.logprobs)
+        self._num_generated += len(token_ids)
+        self.scheduler.commit(output, token_ids)
+        for entry, outcome in sampled:
+            request = entry.request
+            if outcome.token_id is None or entry.text is None:
+                continue
+            if request.finish_reason is FinishReason.STOP:
+                continue  # A token that ends the output is no text.
+            if entry.text.append(outcome.token_id):
+                self.scheduler.finish(request.request_id, FinishReason.STOP)
+        for entry, _ in sampled:
+            if entry.request.is_finished:
+                self._entries.pop(entry.request.request_id)

