@@ -73,7 +73,8 @@ class SamplingState:
         self.greedy = params.temperature == 0
         self.generator: np.random.Generator | None = None
         if not self.greedy:
-            seed = default_seed if params.seed is None else [params.seed]
+            given = default_seed if params.seed is None else [params.seed]
+            seed = [number % 2**64 for number in given]  # SeedSequence takes no negative numbers
             # Philox: streams of different seeds do not overlap, and PCG's do not promise that.
             self.generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
         self.seen: torch.Tensor | None = None
