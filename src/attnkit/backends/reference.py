@@ -168,7 +168,9 @@ class ReferenceImpl(AttentionImpl[CommonAttentionMetadata]):
         starts = attn_metadata.query_start_loc.tolist()
         kv_lens = attn_metadata.seq_lens
         if variant.attn_type == AttentionType.ENCODER_DECODER:
-            assert attn_metadata.encoder_seq_lens is not None, "cross attention needs encoder lengths"
+            assert attn_metadata.encoder_seq_lens is not None, (
+                "cross attention needs encoder lengths"
+            )
             kv_lens = attn_metadata.encoder_seq_lens
         for request, kv_len in enumerate(kv_lens.tolist()):
             rows = slice(starts[request], starts[request + 1])
@@ -253,7 +255,9 @@ def _attend_row(
         distance = -torch.sqrt((-ahead).clamp(min=0).float()) if variant.use_alibi_sqrt else ahead
         score = score + variant.alibi_slopes[:, None] * distance
 
-    sink = variant.sinks if variant.sinks is not None else score.new_full(score.shape[:1], -math.inf)
+    sink = (
+        variant.sinks if variant.sinks is not None else score.new_full(score.shape[:1], -math.inf)
+    )
     logits = torch.cat([score, sink[:, None]], dim=1)
     weights = torch.softmax(logits, dim=1)[:, :-1]
     return torch.einsum("hn,nhd->hd", weights, values), torch.logsumexp(logits, dim=1)

@@ -55,8 +55,6 @@ def budget_for(
     v: torch.Tensor,
     meaning: Meaning,
     answer: Answer,
-    *,
-    cache_dtype: torch.dtype | None = None,
 ) -> Budget:
     """The budget of one request whose queries are its last tokens.
 
@@ -66,14 +64,12 @@ def budget_for(
         v: (kv_len, num_kv_heads, head_size_v) as read from the cache.
         meaning: what `answer` was computed with.
         answer: the oracle's.
-        cache_dtype: the coarser of this and q's dtype sets the rounding. None: q's.
     """
-    dtype = _coarser(q.dtype, cache_dtype or q.dtype)
-    out, lse = _plain(q, k, v, meaning, dtype)
+    out, lse = _plain(q, k, v, meaning, q.dtype)
     finite = np.isfinite(answer.lse)
     out_error = _largest(np.abs(out - answer.out))
     lse_error = _largest(np.abs(lse[finite] - answer.lse[finite]))
-    eps = float(torch.finfo(dtype).eps)
+    eps = float(torch.finfo(q.dtype).eps)
     score_rounding = _EPS32 * (4.0 * answer.largest_score + np.log2(2.0 + k.shape[0]))
     tiny = float(torch.finfo(q.dtype).smallest_normal)
     return Budget(
@@ -85,10 +81,6 @@ def budget_for(
         + score_rounding
         + 2.0 * _EPS32 * np.abs(np.where(finite, answer.lse, 0.0)),
     )
-
-
-def _coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    return max(a, b, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _largest(error: Array) -> float:

@@ -55,16 +55,15 @@ def run_and_judge(subject: Subject, layer: Attention, inputs: Inputs) -> tuple[R
     cache.expect_only_new_tokens_written()
     if layer._passes_output:
         expect_padding_untouched(inputs, result)
-    return result, judge(inputs.sequences, result, inputs.query.dtype)
+    return result, judge(inputs.sequences, result)
 
 
-def judge(sequences: tuple[WholeSequence, ...], result: Result, dtype: torch.dtype) -> Margin:
+def judge(sequences: tuple[WholeSequence, ...], result: Result) -> Margin:
     """Compare every request's rows with the oracle.
 
     Args:
         sequences: the requests, in the order of the result's rows.
         result: of a run.
-        dtype: of the layer.
     """
     out = result.out.double().cpu().numpy()
     lse = None if result.lse is None else result.lse.double().cpu().numpy()
@@ -73,7 +72,7 @@ def judge(sequences: tuple[WholeSequence, ...], result: Result, dtype: torch.dty
     for request, s in enumerate(sequences):
         rows = slice(row, row + s.q.shape[0])
         row = rows.stop
-        answer, budget = expected(s, dtype)
+        answer, budget = expected(s)
         where = f"request {request} of {len(sequences)}"
         used = _share(out[rows], answer.out, budget.out, f"output of {where}")
         worst_out = max(worst_out, used)
@@ -83,10 +82,10 @@ def judge(sequences: tuple[WholeSequence, ...], result: Result, dtype: torch.dty
     return Margin(out=worst_out, lse=worst_lse)
 
 
-def expected(s: WholeSequence, dtype: torch.dtype) -> tuple[Answer, Budget]:
+def expected(s: WholeSequence) -> tuple[Answer, Budget]:
     """The oracle's answer for a request and how far from it a backend may be."""
     answer = attend(_float64(s.q), _float64(s.k), _float64(s.v), s.meaning)
-    return answer, budget_for(s.q.to(dtype), s.k, s.v, s.meaning, answer)
+    return answer, budget_for(s.q, s.k, s.v, s.meaning, answer)
 
 
 def _float64(x: torch.Tensor) -> Array:

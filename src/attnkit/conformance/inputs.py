@@ -39,19 +39,28 @@ _SPARE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeSequence:
-    """One request as the judge sees it, on the CPU.
+class Tokens:
+    """One request's tensors as the model makes them, on the CPU, in the layer's dtype.
 
     Attributes:
-        q: (q_len, num_heads, head_size) in the layer's dtype.
-        k: (kv_len, num_kv_heads, head_size) in the dtype of the cache it is read back from.
-        v: (kv_len, num_kv_heads, head_size_v), likewise.
-        meaning: score and mask.
+        q: (q_len, num_heads, head_size).
+        k: (kv_len, num_kv_heads, head_size).
+        v: (kv_len, num_kv_heads, head_size_v).
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeSequence(Tokens):
+    """One request as the judge sees it: k and v in the dtype of the cache they are read back from.
+
+    Attributes:
+        meaning: score and mask.
+    """
+
     meaning: Meaning
 
 
@@ -124,6 +133,7 @@ def make_inputs(
     *,
     poison: float = math.nan,
     page_seed: int = 0,
+    tokens: Sequence[Tokens] | None = None,
 ) -> Inputs:
     """Build a case's tensors.
 
@@ -133,9 +143,14 @@ def make_inputs(
         device: where the tensors live.
         poison: what stands where nothing may be read; anything but NaN is clamped to the dtype.
         page_seed: other values give other pages and free pages, and the same numbers.
+        tokens: per request, instead of random numbers.
     """
-    rng = np.random.default_rng(case.seed)
-    sequences = _sequences(case, rng)
+    if tokens is None:
+        tokens = _random_tokens(case, np.random.default_rng(case.seed))
+    sequences = [
+        WholeSequence(q=t.q, k=t.k, v=t.v, meaning=meaning_of(case, request))
+        for request, t in enumerate(tokens)
+    ]
     query, key, value = _step_tensors(case, sequences, poison)
     pages = _Pages(case, np.random.default_rng((case.seed, page_seed)))
     device = torch.device(device)
@@ -159,20 +174,7 @@ def make_inputs(
     )
 
 
-def clone_cache(inputs: Inputs) -> Inputs:
-    """The same inputs on a cache of their own, with equal strides."""
-    if inputs.kv_cache.numel() == 0:
-        return inputs
-    fresh = torch.empty_strided(
-        inputs.kv_cache.shape,
-        inputs.kv_cache.stride(),
-        dtype=inputs.kv_cache.dtype,
-        device=inputs.kv_cache.device,
-    )
-    return replace(inputs, kv_cache=fresh.copy_(inputs.kv_cache), other_cache=None)
-
-
-def _sequences(case: Case, rng: np.random.Generator) -> list[WholeSequence]:
+def _random_tokens(case: Case, rng: np.random.Generator) -> list[Tokens]:
     """Random tokens per request; shared pages hold the same tokens in all."""
 
     def draw(*shape: int, gain: float = 1.0) -> torch.Tensor:
@@ -183,12 +185,12 @@ def _sequences(case: Case, rng: np.random.Generator) -> list[WholeSequence]:
     shared = case.shared_blocks * case.block_size
     k_shared, v_shared = draw(shared, heads, size), draw(shared, heads, size_v)
     result = []
-    for request, (q_len, kv_len) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
+    for q_len, kv_len in zip(case.query_lens, case.seq_lens, strict=True):
         q = draw(q_len, case.num_heads, size, gain=case.query_gain)
         k, v = draw(kv_len, heads, size), draw(kv_len, heads, size_v)
         common = min(shared, kv_len)
         k[:common], v[:common] = k_shared[:common], v_shared[:common]
-        result.append(WholeSequence(q=q, k=k, v=v, meaning=meaning_of(case, request)))
+        result.append(Tokens(q=q, k=k, v=v))
     return result
 
 

@@ -100,7 +100,7 @@ def unread_memory_does_not_matter(subject: Subject) -> None:
         for poison in (math.nan, math.inf, 1e30, 0.0):
             inputs = _inputs(subject, layer, case, poison=poison)
             results.append((poison, subject.run(layer, inputs)))
-            judge(inputs.sequences, results[-1][1], case.dtype)
+            judge(inputs.sequences, results[-1][1])
         for poison, result in results[1:]:
             _expect_same(result, results[0][1], case, f"with {poison} instead of NaN unread")
 
@@ -124,7 +124,7 @@ def batch_mates_do_not_matter(subject: Subject) -> None:
         for request in range(case.num_reqs):
             rows = slice(int(starts[request]), int(starts[request + 1]))
             alone = subject.run(layer, one_request(inputs, request, rows))
-            judge(inputs.sequences[request : request + 1], alone, case.dtype)
+            judge(inputs.sequences[request : request + 1], alone)
             if invariant:
                 part = Result(
                     out=together.out[rows],
@@ -178,7 +178,7 @@ def padding_does_not_matter(subject: Subject) -> None:
         cache = CacheWatch(counted)
         result = subject.run(layer, counted)
         cache.expect_only_new_tokens_written()
-        judge(counted.sequences, result, case.dtype)
+        judge(counted.sequences, result)
 
 
 def new_tokens_are_seen_once(subject: Subject) -> None:
@@ -230,9 +230,9 @@ def plan_follows_another_block_table(subject: Subject) -> None:
             plan, there.batch.block_table_tensor, there.batch.slot_mapping
         )
         watch.expect_unchanged()
-        judge(there.sequences, subject.run(layer, there, plan=moved), case.dtype)
+        judge(there.sequences, subject.run(layer, there, plan=moved))
         # The plan it came from still serves its own pages.
-        judge(here.sequences, subject.run(layer, here, plan=plan), case.dtype)
+        judge(here.sequences, subject.run(layer, here, plan=plan))
 
 
 def block_size_does_not_matter(subject: Subject) -> None:
@@ -249,7 +249,7 @@ def block_size_does_not_matter(subject: Subject) -> None:
             inputs = _inputs(subject, layer, case)
             run_and_judge(subject, layer, inputs)
             split = smaller_pages(_inputs(subject, layer, case), small)
-            judge(inputs.sequences, subject.run(small_layer, split), case.dtype)
+            judge(inputs.sequences, subject.run(small_layer, split))
             num_read += 1
     if not num_read:
         raise NotClaimed("no two of the page sizes 16, 32 and 64 are taken")
@@ -282,7 +282,7 @@ def parts_merge_by_their_lse(subject: Subject) -> None:
                 [p.lse.double().cpu().numpy() for p in parts if p.lse is not None],
             )
             merged = Result(out=torch.from_numpy(out), lse=torch.from_numpy(lse))
-            judge(inputs.sequences, merged, case.dtype)
+            judge(inputs.sequences, merged)
         num_merged += 1
     if not num_merged:
         raise refusals[0]
@@ -367,7 +367,7 @@ def shared_cache_is_only_read(subject: Subject) -> None:
         before = bits(inputs.kv_cache)
         # Its own keys and values are not what the cache holds, so writing or reading them shows.
         own = replace(inputs, key=inputs.key + 1, value=inputs.value - 1)
-        judge(inputs.sequences, subject.run(reader, own), case.dtype)
+        judge(inputs.sequences, subject.run(reader, own))
         if not torch.equal(bits(inputs.kv_cache), before):
             raise LawBroken("a layer with kv_sharing_target_layer_name wrote to the cache")
 
@@ -414,7 +414,7 @@ def unwritten_slots_stay(subject: Subject) -> None:
         cache = CacheWatch(none)
         result = subject.run(layer, none)
         cache.expect_only_new_tokens_written()
-        judge(inputs.sequences, result, case.dtype)
+        judge(inputs.sequences, result)
         expect_padding_untouched(none, result)
 
 
@@ -501,4 +501,4 @@ def _run_in_pieces(
         seen = WholeSequence(
             q=whole.q[rows], k=whole.k[:done], v=whole.v[:done], meaning=whole.meaning
         )
-        judge((seen,), subject.run(layer, part), case.dtype)
+        judge((seen,), subject.run(layer, part))

@@ -23,7 +23,7 @@ from attnkit.contract import (
     CrossAttentionSpec,
     kv_cache_torch_dtype,
 )
-from attnkit.errors import ConfigurationError, UnsupportedConfiguration
+from attnkit.errors import BackendUnavailable, ConfigurationError, UnsupportedConfiguration
 from attnkit.layer import Attention
 from attnkit.select import resolve
 
@@ -70,10 +70,13 @@ class Subject:
         """From a class, or any name that `attnkit.select.resolve` knows.
 
         Raises:
-            BackendError: there is no such backend, or a library it needs is missing.
+            BackendError: there is no such backend, or it cannot run on this machine.
         """
         found = resolve(backend) if isinstance(backend, str) else backend
         name = backend if isinstance(backend, str) else backend.get_name()
+        absent = found.is_available()
+        if absent is not None:
+            raise BackendUnavailable(f"backend {name} cannot run on this machine: {absent}")
         return cls(found, torch.device(device), name)
 
     def layer(self, case: Case, **changes: Any) -> Attention:
@@ -85,7 +88,6 @@ class Subject:
 
         Raises:
             NotClaimed: the backend refuses such a layer; with its reasons.
-            BackendUnavailable: the backend cannot run on this machine at all.
         """
         sinks = sink_logits(case)
         arguments: dict[str, Any] = {

@@ -1,0 +1,36 @@
+"""The judge can fail: each seeded mistake is caught by the check that is about it, which the twin
+without the mistake passes."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from attnkit.conformance.faults import FAULTS, Fault
+from attnkit.conformance.subject import LawBroken, Subject
+from attnkit.conformance.twin import TwinBackend
+from attnkit.conformance.verify import Check, all_checks, verify
+
+
+@functools.cache
+def checks(backend: type[TwinBackend]) -> dict[str, Check]:
+    return {check.name: check for check in all_checks(Subject.of(backend))}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_each_mistake_is_caught_by_its_check(fault: Fault) -> None:
+    with pytest.raises(LawBroken):
+        checks(fault.backend)[fault.caught_by].run()
+    checks(TwinBackend)[fault.caught_by].run()
+
+
+def test_the_twin_passes_everything_it_claims() -> None:
+    report = verify(TwinBackend)
+    assert report.ok, str(report)
+    assert report.num_cases >= 500
+
+
+def test_there_are_enough_kinds_of_mistakes() -> None:
+    assert len(FAULTS) >= 60
+    assert {fault.caught_by.split(":")[0] for fault in FAULTS.values()} == {"case", "law", "claim"}

@@ -1,0 +1,95 @@
+"""The report: what it counts as right, how it treats crashes, refusals and claims it cannot judge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attnkit.conformance import verify
+from attnkit.conformance.laws import LAWS
+from attnkit.conformance.twin import TwinBackend, TwinImpl
+from attnkit.conformance.verify import Outcome
+from attnkit.errors import BackendUnavailable, UnknownBackend
+
+
+def test_the_reference_is_right() -> None:
+    report = verify("reference")
+    assert report.ok, str(report)
+    assert report.num_cases >= 500
+    assert not report.refused
+    assert not report.unjudged
+    assert "right" in str(report)
+
+
+def test_filter_and_progress() -> None:
+    seen: list[Outcome] = []
+    report = verify("reference", filter="plain-decode", progress=seen.append)
+    assert [o.name for o in seen] == [o.name for o in report.outcomes]
+    assert {o.name for o in seen} == {f"case:plain-decode-{d}" for d in ("fp32", "bf16", "fp16")}
+    assert all(o.margin is not None and 0 < o.margin.out <= 1 for o in seen)
+
+
+def test_every_law_runs_on_a_backend_that_claims_all() -> None:
+    report = verify("reference", filter="law:")
+    assert {o.name for o in report.passed} == {f"law:{name}" for name in LAWS}
+
+
+class CrashingImpl(TwinImpl):
+    def score(self, score: torch.Tensor, ahead: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("on purpose")
+
+
+class Crashing(TwinBackend):
+    impl_cls = CrashingImpl
+
+
+def test_a_crash_is_a_failure_with_its_place() -> None:
+    report = verify(Crashing, filter="case:plain-decode-fp32")
+    assert not report.ok
+    (failure,) = report.failed
+    assert "ZeroDivisionError: on purpose" in failure.message
+    assert "test_verify.py" in failure.message
+
+
+class RefusesAll(TwinBackend):
+    @classmethod
+    def validate_configuration(cls, *args: Any, **asked: Any) -> list[str]:
+        return ["not today"]
+
+
+def test_a_backend_that_refuses_everything_is_not_right() -> None:
+    report = verify(RefusesAll, filter="case:plain")
+    assert not report.failed
+    assert not report.ok
+    assert all("not today" in o.message for o in report.refused)
+
+
+class ClaimsTheUnjudged(TwinBackend):
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return True
+
+
+def test_a_claim_without_a_case_is_unjudged_not_passed() -> None:
+    report = verify(ClaimsTheUnjudged, filter="claim:R-SWA")
+    assert [o.name for o in report.unjudged] == ["claim:R-SWA"]
+    assert not report.passed
+    assert "unjudged claim:R-SWA" in str(report)
+
+
+def test_an_unknown_backend_is_named() -> None:
+    with pytest.raises(UnknownBackend, match="no_such_backend"):
+        verify("no_such_backend")
+
+
+class Absent(TwinBackend):
+    @classmethod
+    def is_available(cls) -> str | None:
+        return "its library is not installed"
+
+
+def test_a_backend_that_cannot_run_here_raises() -> None:
+    with pytest.raises(BackendUnavailable, match="its library is not installed"):
+        verify(Absent)
