@@ -289,7 +289,11 @@ class Attention(nn.Module):
 
         Args:
             common_attn_metadata: from `attnkit.make_batch`, or an engine's own.
+
+        Raises:
+            BatchError: the batch's tensors are too short for its tokens or requests.
         """
+        _check_batch(common_attn_metadata)
         if self._builder is None:
             self._builder = self.make_builder()
         return self._builder.build(0, common_attn_metadata)
@@ -380,6 +384,12 @@ class Attention(nn.Module):
                     f"layer {self.layer_name} got a plan but no cache; pass cache[{self.cache_name!r}]"
                 )
             kv_cache = query.new_empty(0)
+        num_planned = getattr(attn_metadata, "num_actual_tokens", 0)
+        if query.shape[0] < num_planned:
+            raise BatchError(
+                f"layer {self.layer_name} got {query.shape[0]} query rows for a plan of "
+                f"{num_planned} tokens; pass the tensors of the batch that was planned"
+            )
         if self._writes_cache:
             assert key is not None
             assert value is not None
@@ -415,6 +425,23 @@ class Attention(nn.Module):
                 f"{name} of layer {self.layer_name} is {x.dtype}, the layer was built for {self.dtype}"
             )
         return x
+
+
+def _check_batch(batch: CommonAttentionMetadata) -> None:
+    """Host-side shapes only: nothing waits for the device."""
+    num_tokens = int(batch.query_start_loc_cpu[-1])
+    for name, needed in (
+        ("slot_mapping", num_tokens),
+        ("seq_lens", batch.num_reqs),
+        ("block_table_tensor", batch.num_reqs),
+        ("query_start_loc", batch.num_reqs + 1),
+    ):
+        given = getattr(batch, name).shape[0]
+        if given < needed:
+            raise BatchError(
+                f"the batch of {batch.num_reqs} requests and {num_tokens} tokens has {given} entries "
+                f"in {name}; give {needed}"
+            )
 
 
 def _check_heads(
