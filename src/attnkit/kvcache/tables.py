@@ -69,15 +69,11 @@ class Retention:
         total = _ceil_div(num_tokens, self.block_size)
         if self.is_full:
             return total
-        # Tokens from the first one that the step's first query sees to the step's last one.
-        span = max_query_len + (self.sliding_window or self.attention_chunk_size or 0) - 1
-        if (
-            self.attention_chunk_size is not None
-            and self.attention_chunk_size % self.block_size == 0
-        ):
-            return min(total, _ceil_div(span, self.block_size))
-        # Worst case: the first token is the last of its block.
-        return min(total, _ceil_div(span - 1, self.block_size) + 1)
+        # Tokens from the first one that a step's first query sees to the step's last one.
+        span = (self.sliding_window or self.attention_chunk_size or 0) - 1 + max_query_len
+        # The first may lie anywhere in a block, but for chunks only where a chunk can begin.
+        granule = math.gcd(self.attention_chunk_size or 1, self.block_size)
+        return min(total, _ceil_div(self.block_size - granule + span, self.block_size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from attnkit.errors import RequestError
 
+_ABOVE_ZERO = math.ulp(0.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -57,14 +59,14 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         self._check_int("max_tokens", 1, "give at least 1")
         self._check_number("temperature", 0.0, math.inf, "give 0 for greedy choice, or more")
-        self._check_number("top_p", 0.0, 1.0, "give more than 0 and at most 1; 1 turns it off")
-        if self.top_p == 0:
-            raise RequestError("top_p 0 leaves no token; give more than 0 and at most 1")
+        self._check_number(
+            "top_p", _ABOVE_ZERO, 1.0, "give more than 0 and at most 1; 1 turns it off"
+        )
         self._check_int("top_k", -1, "give at least 1, or 0 to turn it off")
         self._check_number("min_p", 0.0, 1.0, "give 0 to 1; 0 turns it off")
-        self._check_number("repetition_penalty", 0.0, math.inf, "give more than 0; 1 turns it off")
-        if self.repetition_penalty == 0:
-            raise RequestError("repetition_penalty 0 divides by zero; give more than 0")
+        self._check_number(
+            "repetition_penalty", _ABOVE_ZERO, math.inf, "give more than 0; 1 turns it off"
+        )
         if self.seed is not None:
             self._check_int("seed", -(2**63), "give a 64-bit integer or None")
             if self.seed >= 2**64:
