@@ -263,6 +263,7 @@ class Engine:
             for request_id in output.finished_ids:  # those that ended without running
                 self._entries.pop(request_id, None)
             if not output.scheduled:
+                self.scheduler.commit(output, {})
                 return
             try:
                 sampled = self._run(output)
