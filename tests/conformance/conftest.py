@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from attnkit.conformance.cases import Case
+from attnkit.conformance.case import Case
 from attnkit.conformance.checks import run_and_judge
 from attnkit.conformance.inputs import Inputs, Tokens, make_inputs
 from attnkit.conformance.subject import NotClaimed, Result, Subject

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from attnkit.conformance.cases import Case
+from attnkit.conformance.case import Case
 from attnkit.conformance.inputs import Inputs, Tokens
 from attnkit.conformance.subject import Result
 from attnkit.layer import Attention

@@ -15,7 +15,7 @@ import torch
 from replays import InputsOf, LayerOf, Replay, mean, probe, rand, seen_keys
 
 from attnkit.batch import make_batch
-from attnkit.conformance.cases import Case
+from attnkit.conformance.case import Case
 from attnkit.conformance.checks import bits, judge, run_and_judge
 from attnkit.conformance.inputs import Tokens, WholeSequence, make_inputs, meaning_of
 from attnkit.conformance.subject import Subject

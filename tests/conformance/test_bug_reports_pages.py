@@ -15,7 +15,7 @@ import torch
 from replays import InputsOf, LayerOf, Replay, close, mean, rand
 
 from attnkit.batch import make_batch
-from attnkit.conformance.cases import Case
+from attnkit.conformance.case import Case
 from attnkit.conformance.checks import judge, run_and_judge
 from attnkit.conformance.inputs import make_inputs
 from attnkit.conformance.subject import Subject

@@ -15,7 +15,7 @@ import pytest
 import torch
 from replays import InputsOf, LayerOf, Replay, close, mean, probe, rand, seen_keys, tokens_of
 
-from attnkit.conformance.cases import Case
+from attnkit.conformance.case import Case
 from attnkit.conformance.checks import judge, run_and_judge
 from attnkit.conformance.inputs import Inputs, Tokens, WholeSequence, make_inputs, meaning_of
 from attnkit.conformance.oracle import merge

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from attnkit.conformance.cases import Case, all_cases
+from attnkit.conformance.case import Case
+from attnkit.conformance.cases import all_cases
 from attnkit.conformance.checks import bits
 from attnkit.conformance.inputs import make_inputs
 from attnkit.conformance.subject import Subject

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from attnkit.conformance import verify
 from attnkit.conformance.laws import LAWS
 from attnkit.conformance.twin import TwinBackend, TwinImpl
 from attnkit.conformance.verify import Outcome
+from attnkit.contract import KVCacheLayout, KVCacheSpec, MultipleOf
 from attnkit.errors import BackendUnavailable, UnknownBackend
 
 
@@ -93,3 +94,41 @@ class Absent(TwinBackend):
 def test_a_backend_that_cannot_run_here_raises() -> None:
     with pytest.raises(BackendUnavailable, match="its library is not installed"):
         verify(Absent)
+
+
+class Picky(TwinBackend):
+    """Takes little, as kernels made for one device do."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16"]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [64, 128]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: KVCacheSpec | None = None,
+    ) -> list[int | MultipleOf]:
+        return [64]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_head_size_v(cls, head_size: int, head_size_v: int) -> bool:
+        return head_size == head_size_v
+
+
+def test_a_picky_backend_is_judged_on_what_it_takes() -> None:
+    report = verify(Picky)
+    assert report.ok, str(report)
+    assert report.num_cases >= 150
+    assert {o.name for o in report.passed} >= {
+        "claim:head size 8",  # Refused, as it says.
+        "claim:head size 64",
+        "claim:block size 128",
+        "case:plain-decode-bf16",
+        "law:splitting_a_prompt_does_not_matter",
+    }

@@ -1,6 +1,7 @@
 """The judge: is an attention backend right? Shipped, so that third parties run it too.
 
-    cases     what a layer and a batch can look like, as data
+    case      one layer and one batch, as data
+    cases     the table of them
     inputs    tensors for a case: scattered pages, poison where nobody may read
     oracle    the right answer in float64, without pages
     budget    how far from it a right backend may be
@@ -16,13 +17,15 @@
 in a test module gives one test per check.
 """
 
-from attnkit.conformance.cases import Case, all_cases
+from attnkit.conformance.case import Basis, Case
+from attnkit.conformance.cases import all_cases
 from attnkit.conformance.checks import Margin, check_case
 from attnkit.conformance.plugin import suite
 from attnkit.conformance.subject import LawBroken, NotClaimed, Subject
 from attnkit.conformance.verify import Check, Outcome, Report, all_checks, verify
 
 __all__ = [
+    "Basis",
     "Case",
     "Check",
     "LawBroken",

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from attnkit.conformance.budget import Budget, budget_for
-from attnkit.conformance.cases import Case
+from attnkit.conformance.case import Case
 from attnkit.conformance.inputs import Inputs, WholeSequence, make_inputs
 from attnkit.conformance.oracle import Answer, Array, attend
 from attnkit.conformance.subject import LawBroken, Result, Subject

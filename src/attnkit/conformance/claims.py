@@ -8,12 +8,13 @@ that this kit has no cases for is listed as unjudged, never as passed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from attnkit.conformance.cases import BATCHES, Case, all_cases
+from attnkit.conformance.case import DTYPES, Basis, Case
+from attnkit.conformance.cases import BATCHES, all_cases, plain_case
 from attnkit.conformance.subject import LawBroken, NotClaimed, Subject
 from attnkit.contract import (
     CACHE_DTYPES,
@@ -62,7 +63,7 @@ def check_claim(subject: Subject, claim: Claim) -> None:
     if claim.shown_by is None:
         raise NotClaimed(f"{subject.name} says yes to {claim.name}, which this kit has no case for")
     refusals: list[str] = []
-    for case in all_cases():
+    for case in all_cases(subject.basis()):
         if claim.shown_by(case):
             try:
                 subject.layer(case)
@@ -78,10 +79,10 @@ def check_claim(subject: Subject, claim: Claim) -> None:
 
 def _expect_refusal(subject: Subject, claim: Claim) -> None:
     """Selection and layer both say no, with a reason."""
-    backend = subject.backend
+    backend, basis = subject.backend, subject.basis()
     wanted = {
-        "head_size": 32,
-        "dtype": torch.float32 if backend.supports_dtype(torch.float32) else torch.bfloat16,
+        "head_size": basis.head_size,
+        "dtype": DTYPES[basis.dtypes[0]],
         "device_capability": DeviceCapability.of(subject.device),
         **claim.request,
     }
@@ -102,20 +103,27 @@ def _expect_refusal(subject: Subject, claim: Claim) -> None:
     else:
         raise LawBroken(f"selection by name took {claim.name}, which {subject.name} says no to")
     if claim.layer is not None:
-        values = {**BATCHES["decode"], "dtype": wanted["dtype"], **claim.layer}
+        plain = plain_case(f"refused-{claim.name}", basis, **BATCHES["decode"])
+        case = replace(plain, **claim.layer)
         try:
-            subject.layer(Case(name=f"refused-{claim.name}", **values))
+            subject.layer(case)
         except NotClaimed:
             return
         raise LawBroken(f"a layer with {claim.name} was built, which {subject.name} says no to")
 
 
-def all_claims() -> tuple[Claim, ...]:
-    """Every flag of the contract that concerns dense attention."""
-    return (*_features(), *_types(), *_formats(), *_sizes(), *_kinds())
+def all_claims(basis: Basis) -> tuple[Claim, ...]:
+    """Every flag of the contract that concerns dense attention.
+
+    Args:
+        basis: of the cases that show them.
+    """
+    return (*_features(basis), *_types(), *_formats(), *_sizes(), *_kinds())
 
 
-def _features() -> list[Claim]:
+def _features(basis: Basis) -> list[Claim]:
+    size = basis.head_size
+    small, large = size // 2, size * 2
     return [
         Claim(
             name="attention sinks",
@@ -168,17 +176,17 @@ def _features() -> list[Claim]:
         ),
         Claim(
             name="values smaller than keys",
-            made=lambda b: b.supports_head_size_v(32, 16),
-            request={"head_size_v": 16},
-            layer={"head_size_v": 16},
-            shown_by=lambda c: (c.head_size, c.head_size_v) == (32, 16),
+            made=lambda b: b.supports_head_size_v(size, small),
+            request={"head_size_v": small},
+            layer={"head_size_v": small},
+            shown_by=lambda c: (c.head_size, c.head_size_v) == (size, small),
         ),
         Claim(
             name="values larger than keys",
-            made=lambda b: b.supports_head_size_v(32, 64),
-            request={"head_size_v": 64},
-            layer={"head_size_v": 64},
-            shown_by=lambda c: (c.head_size, c.head_size_v) == (32, 64),
+            made=lambda b: b.supports_head_size_v(size, large),
+            request={"head_size_v": large},
+            layer={"head_size_v": large},
+            shown_by=lambda c: (c.head_size, c.head_size_v) == (size, large),
         ),
         Claim(
             name="batch invariance",
@@ -254,7 +262,8 @@ def _sizes() -> list[Claim]:
             made=lambda b, size=size: b.supports_block_size(size),
             request={"block_size": size},
             layer={"block_size": size},
-            shown_by=lambda c, size=size: c.block_size == size,
+            # Pages that an engine would split show a larger block.
+            shown_by=lambda c, size=size: size % c.block_size == 0,
         )
         for size in (1, 2, 3, 5, 8, 16, 24, 32, 48, 64, 100, 128, 160, 256)
     ]

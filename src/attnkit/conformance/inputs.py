@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnkit.conformance.cases import Case
+from attnkit.conformance.case import Case
 from attnkit.conformance.oracle import Meaning, visible
 from attnkit.contract import (
     AttentionSpec,

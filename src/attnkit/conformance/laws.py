@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from attnkit.batch import make_batch
-from attnkit.conformance.cases import Case
+from attnkit.conformance.case import DTYPES, Case
+from attnkit.conformance.cases import plain_case
 from attnkit.conformance.checks import (
     BatchWatch,
     CacheWatch,
@@ -33,7 +35,9 @@ from attnkit.layer import Attention
 
 Law = Callable[[Subject], None]
 
-_MIXED = Case(name="law", query_lens=(1, 9, 1, 21), seq_lens=(49, 25, 16, 21), return_lse=True)
+_MIXED = {"query_lens": (1, 9, 1, 21), "seq_lens": (49, 25, 16, 21)}
+"""Decodes, a chunk and a whole prompt."""
+
 _VARIANTS = (
     {},
     {"sliding_window": 7},
@@ -41,30 +45,36 @@ _VARIANTS = (
     {"sinks": True},
     {"logits_soft_cap": 2.0},
     {"alibi": True},
-    {"dtype": torch.bfloat16},
     {"causal": False},
 )
+"""What a law is tried on beside the plain layer."""
 
 
-def _claimed(subject: Subject, base: Case = _MIXED) -> Iterator[tuple[Attention, Case]]:
-    """Layers of the base case in every variant the backend takes; LSE where it can.
+def _base(subject: Subject, **fields: Any) -> Case:
+    """The plain case of a law; LSE where the backend can."""
+    basis = subject.basis()
+    return plain_case("law", basis, **{**_MIXED, "return_lse": basis.lse, **fields})
+
+
+def _claimed(subject: Subject, base: Case | None = None) -> Iterator[tuple[Attention, Case]]:
+    """Layers of the base case in every variant and dtype the backend takes.
 
     Raises:
         NotClaimed: not even the plain one is taken.
     """
+    base = _base(subject) if base is None else base
+    dtypes = [{"dtype": DTYPES[name]} for name in subject.basis().dtypes[1:2]]
     refusals: list[NotClaimed] = []
     num_taken = 0
-    for i, variant in enumerate(_VARIANTS):
+    for i, variant in enumerate((*_VARIANTS, *dtypes)):
         case = replace(base, name=f"{base.name}-{i}", **variant)
-        for wanted in (case, replace(case, return_lse=False)):
-            try:
-                layer = subject.layer(wanted)
-            except NotClaimed as refusal:
-                refusals.append(refusal)
-                continue
-            num_taken += 1
-            yield layer, wanted
-            break
+        try:
+            layer = subject.layer(case)
+        except NotClaimed as refusal:
+            refusals.append(refusal)
+            continue
+        num_taken += 1
+        yield layer, case
     if not num_taken:
         raise refusals[0]
 
@@ -137,8 +147,8 @@ def order_of_requests_does_not_matter(subject: Subject) -> None:
     """Requests in another order, decodes last, between or first, answer the same."""
     lens = [(1, 49), (9, 25), (1, 16), (21, 21), (0, 0)]
     for order in ([0, 1, 2, 3, 4], [3, 4, 1, 2, 0], [4, 1, 0, 3, 2]):
-        base = replace(
-            _MIXED,
+        base = _base(
+            subject,
             query_lens=tuple(lens[i][0] for i in order),
             seq_lens=tuple(lens[i][1] for i in order),
         )
@@ -149,7 +159,7 @@ def order_of_requests_does_not_matter(subject: Subject) -> None:
 def splitting_a_prompt_does_not_matter(subject: Subject) -> None:
     """A prompt in pieces ends in the same cache bytes and answers as in one."""
     length = 45
-    base = replace(_MIXED, query_lens=(length,), seq_lens=(length,))
+    base = _base(subject, query_lens=(length,), seq_lens=(length,))
     for layer, case in _claimed(subject, base):
         if case.causal is not True:
             continue  # Without causality earlier pieces cannot see later ones.
@@ -184,9 +194,8 @@ def padding_does_not_matter(subject: Subject) -> None:
 def new_tokens_are_seen_once(subject: Subject) -> None:
     """With equal scores and value j at key j, a decode averages all keys, its own included."""
     lens = (1, 2, 16, 17, 40)
-    for layer, case in _claimed(
-        subject, replace(_MIXED, query_lens=(1,) * len(lens), seq_lens=lens)
-    ):
+    base = _base(subject, query_lens=(1,) * len(lens), seq_lens=lens)
+    for layer, case in _claimed(subject, base):
         if case.alibi or case.sinks or case.sliding_window or not case.causal:
             continue
         inputs = _inputs(subject, layer, case)
@@ -237,10 +246,11 @@ def plan_follows_another_block_table(subject: Subject) -> None:
 
 def block_size_does_not_matter(subject: Subject) -> None:
     """An engine's page read as several kernel pages answers as the page itself."""
-    big = 64
-    base = replace(_MIXED, block_size=big, query_lens=(1, 9), seq_lens=(200, 75))
+    smallest = subject.basis().block_size
+    big = 4 * smallest
+    base = _base(subject, block_size=big, query_lens=(1, 9), seq_lens=(200, 75))
     num_read = 0
-    for small in (16, 32):
+    for small in (smallest, 2 * smallest):
         for layer, case in _claimed(subject, base):
             try:
                 small_layer = subject.layer(replace(case, block_size=small))
@@ -252,7 +262,7 @@ def block_size_does_not_matter(subject: Subject) -> None:
             judge(inputs.sequences, subject.run(small_layer, split))
             num_read += 1
     if not num_read:
-        raise NotClaimed("no two of the page sizes 16, 32 and 64 are taken")
+        raise NotClaimed(f"of the page sizes {smallest} to {big} no two are taken")
 
 
 def parts_merge_by_their_lse(subject: Subject) -> None:
@@ -260,9 +270,12 @@ def parts_merge_by_their_lse(subject: Subject) -> None:
     one part is given the sink."""
     refusals: list[NotClaimed] = []
     num_merged = 0
-    for variant in ({}, {"sinks": True}, {"logits_soft_cap": 2.0}, {"dtype": torch.bfloat16}):
+    page = subject.basis().block_size
+    last_dtype = DTYPES[subject.basis().dtypes[-1]]
+    for variant in ({}, {"sinks": True}, {"logits_soft_cap": 2.0}, {"dtype": last_dtype}):
         case = replace(
-            _MIXED, name="parts", query_lens=(1, 1), seq_lens=(48, 64), return_lse=True, **variant
+            _base(subject, query_lens=(1, 1), seq_lens=(3 * page, 4 * page)),
+            **{"return_lse": True, **variant},
         )
         try:
             layer = subject.layer(case)
@@ -291,26 +304,18 @@ def parts_merge_by_their_lse(subject: Subject) -> None:
 def causality_is_per_request(subject: Subject) -> None:
     """A batch whose `causal` is a tensor answers as separate batches with its entries; a window is
     two-sided exactly where a request is not causal."""
-    flags = (True, False, True, False)
-    refusals: list[NotClaimed] = []
-    num_taken = 0
     for window in (None, 6):
-        case = replace(_MIXED, name=f"causal-{window}", causal=flags, sliding_window=window)
-        for wanted in (case, replace(case, return_lse=False)):
-            try:
-                layer = subject.layer(wanted)
-            except NotClaimed as refusal:
-                refusals.append(refusal)
-                continue
-            inputs = _inputs(subject, layer, wanted)
-            run_and_judge(subject, layer, inputs)
-            for flag in (True, False):
-                uniform = replace(wanted, causal=flag)
-                run_and_judge(subject, layer, _inputs(subject, layer, uniform))
-            num_taken += 1
-            break
-    if not num_taken:
-        raise refusals[0]
+        case = _base(subject, causal=(True, False, True, False), sliding_window=window)
+        try:
+            layer = subject.layer(case)
+        except NotClaimed:
+            if window is None:
+                raise
+            continue
+        run_and_judge(subject, layer, _inputs(subject, layer, case))
+        for flag in (True, False):
+            uniform = replace(case, causal=flag)
+            run_and_judge(subject, layer, _inputs(subject, layer, uniform))
 
 
 def strides_do_not_matter(subject: Subject) -> None:
@@ -423,7 +428,7 @@ def the_device_has_the_last_word_on_lengths(subject: Subject) -> None:
     host's: totals agree, rows may not."""
     if not subject.backend.supports_device_cpu_query_lens_mismatch():
         raise NotClaimed("the backend says supports_device_cpu_query_lens_mismatch = False")
-    base = replace(_MIXED, query_lens=(1, 4, 3, 4), seq_lens=(41, 36, 50, 19))
+    base = _base(subject, query_lens=(1, 4, 3, 4), seq_lens=(41, 36, 50, 19))
     for layer, case in _claimed(subject, base):
         inputs = _inputs(subject, layer, case)
         host = torch.tensor([0, 4, 8, 11, 12], dtype=torch.int32)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attnkit.conformance.cases import Case
+from attnkit.conformance.case import DTYPES, Basis, Case
 from attnkit.conformance.inputs import Inputs, alibi_slopes, sink_logits
 from attnkit.contract import (
     AttentionBackend,
@@ -21,6 +21,7 @@ from attnkit.contract import (
     AttentionType,
     CommonAttentionMetadata,
     CrossAttentionSpec,
+    MultipleOf,
     kv_cache_torch_dtype,
 )
 from attnkit.errors import BackendUnavailable, ConfigurationError, UnsupportedConfiguration
@@ -79,6 +80,41 @@ class Subject:
             raise BackendUnavailable(f"backend {name} cannot run on this machine: {absent}")
         return cls(found, torch.device(device), name)
 
+    def basis(self) -> Basis:
+        """The plain layer this backend takes: what cases are when they are about something else.
+
+        Raises:
+            NotClaimed: it takes none of the kit's dtypes.
+        """
+        backend = self.backend
+        dtypes = tuple(name for name, dtype in DTYPES.items() if backend.supports_dtype(dtype))
+        if not dtypes:
+            raise NotClaimed(f"{self.name} takes none of {', '.join(DTYPES)}")
+        sizes = [s for s in (32, 64, 128, *range(8, 513, 8)) if backend.supports_head_size(s)]
+        blocks = [b for b in (16, 32, 64, 128, 256) if self.reads_pages_of(b)]
+        layouts = backend.supported_kv_cache_layouts()
+        plain = Basis()
+        size = sizes[0] if sizes else plain.head_size
+        return Basis(
+            dtypes=dtypes,
+            head_size=size,
+            small_head_size=16 if backend.supports_head_size(16) else size,
+            block_size=blocks[0] if blocks else plain.block_size,
+            layout=layouts[0] if layouts else plain.layout,
+            lse=backend.supports_lse(),
+        )
+
+    def reads_pages_of(self, block_size: int) -> bool:
+        """Whether the kernels read pages of this size as they are.
+
+        `supports_block_size` says yes to multiples of an exact size too, since an engine splits them.
+        """
+        sizes = self.backend.get_supported_kernel_block_sizes()
+        return not sizes or any(
+            block_size % size.base == 0 if isinstance(size, MultipleOf) else block_size == size
+            for size in sizes
+        )
+
     def layer(self, case: Case, **changes: Any) -> Attention:
         """The layer of a case.
 
@@ -114,8 +150,14 @@ class Subject:
             layer = Attention(**{**arguments, **changes})
         except (UnsupportedConfiguration, ConfigurationError) as refusal:
             raise NotClaimed(str(refusal)) from refusal
+        if case.is_cacheless:
+            return layer
+        if not self.reads_pages_of(case.block_size):
+            raise NotClaimed(
+                f"blocks of {case.block_size} tokens are split before the kernels see them"
+            )
         layouts = self.backend.supported_kv_cache_layouts()
-        if not case.is_cacheless and layouts is not None and case.layout not in layouts:
+        if layouts is not None and case.layout not in layouts:
             allowed = ", ".join(layout.name for layout in layouts)
             raise NotClaimed(
                 f"KV cache layout {case.layout.name} is not supported (allowed: {allowed})"

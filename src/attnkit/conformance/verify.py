@@ -151,14 +151,14 @@ def all_checks(subject: Subject) -> tuple[Check, ...]:
     """Claims first (they are quick and explain the rest), then laws, then cases."""
     claims = [
         Check(name=f"claim:{claim.name}", run=lambda claim=claim: check_claim(subject, claim))
-        for claim in all_claims()
+        for claim in all_claims(subject.basis())
     ]
     laws = [
         Check(name=f"law:{name}", run=lambda law=law: law(subject)) for name, law in LAWS.items()
     ]
     cases = [
         Check(name=f"case:{case.name}", run=lambda case=case: check_case(subject, case))
-        for case in all_cases()
+        for case in all_cases(subject.basis())
     ]
     return (*claims, *laws, *cases)
 
@@ -166,7 +166,7 @@ def all_checks(subject: Subject) -> tuple[Check, ...]:
 def claimed_checks(subject: Subject) -> tuple[Check, ...]:
     """The checks without the cases that the backend refuses."""
     refused = set()
-    for case in all_cases():
+    for case in all_cases(subject.basis()):
         try:
             subject.layer(case)
         except NotClaimed:

@@ -1,0 +1,133 @@
+"""Case: one layer and one batch, as plain data.
+
+In: nothing. Out: frozen values; `cases` makes the table of them, `inputs` makes tensors from one and
+`checks` runs it on a backend.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from attnkit.contract import AttentionType, KVCacheLayout
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Names of dtypes in the names of cases."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Basis:
+    """What a case is when it is about something else: the plain layer that a backend takes.
+
+    Attributes:
+        dtypes: names in `DTYPES` that the backend takes; the first one is used most.
+        head_size: of keys and values.
+        small_head_size: for cases with many heads.
+        block_size: tokens per page.
+        layout: order in memory of the cache.
+        lse: ask for the LSE too, wherever a case does not say otherwise.
+    """
+
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+    head_size: int = 32
+    small_head_size: int = 16
+    block_size: int = 16
+    layout: KVCacheLayout = KVCacheLayout.LBNHC
+    lse: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One layer, one batch.
+
+    Attributes:
+        name: unique; the seed of all random numbers of the case is derived from it.
+        query_lens: new tokens per request; 0 is a padding row.
+        seq_lens: all tokens per request. May be below the query length: the first queries then
+            stand before the first key. For cross attention: tokens of the encoder.
+        num_heads, num_kv_heads, head_size: of the layer.
+        head_size_v: of values; None: as keys.
+        dtype: of q, k, v and the output.
+        kv_cache_dtype: cache format.
+        block_size: tokens per page.
+        layout: order in memory of the cache.
+        causal: of the batch; a tuple says it per request.
+        sliding_window: keys a query sees, itself included.
+        freed_window: pages left of every query's window are freed: the table has the null block.
+        logits_soft_cap: c in c * tanh(score / c).
+        alibi, alibi_sqrt: slopes are added, in the square-root form.
+        sinks: each head has a sink logit.
+        attn_type: an `AttentionType`.
+        return_lse: the layer also returns its LSE.
+        shared_blocks: leading pages that all requests share.
+        first_block: smallest block id in use is above this one.
+        padding_tokens: rows behind the last real token.
+        padding_reqs: rows of the batch behind the last real request.
+        query_gain: factor on random queries: larger gives peaked softmaxes.
+        scale: factor on q.k; None: head_size ** -0.5.
+    """
+
+    name: str
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 32
+    head_size_v: int | None = None
+    dtype: torch.dtype = torch.float32
+    kv_cache_dtype: str = "auto"
+    block_size: int = 16
+    layout: KVCacheLayout = KVCacheLayout.LBNHC
+    causal: bool | tuple[bool, ...] = True
+    sliding_window: int | None = None
+    freed_window: bool = False
+    logits_soft_cap: float | None = None
+    alibi: bool = False
+    alibi_sqrt: bool = False
+    sinks: bool = False
+    attn_type: AttentionType = AttentionType.DECODER
+    return_lse: bool = False
+    shared_blocks: int = 0
+    first_block: int = 0
+    padding_tokens: int = 0
+    padding_reqs: int = 0
+    query_gain: float = 1.0
+    scale: float | None = None
+
+    @property
+    def seed(self) -> int:
+        """Of the case's random numbers."""
+        return zlib.crc32(self.name.encode())
+
+    @property
+    def value_size(self) -> int:
+        """head_size_v, or head_size where it is None."""
+        return self.head_size if self.head_size_v is None else self.head_size_v
+
+    @property
+    def softmax_scale(self) -> float:
+        """The scale in use."""
+        return self.head_size**-0.5 if self.scale is None else self.scale
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests, without padding rows behind them."""
+        return len(self.query_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens of the step."""
+        return sum(self.query_lens)
+
+    @property
+    def is_cacheless(self) -> bool:
+        """Keys are this step's, there are no pages."""
+        return self.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+    def is_causal(self, request: int) -> bool:
+        """Whether queries of this request are blind to later keys; only a decoder's can be."""
+        if self.attn_type is not AttentionType.DECODER:
+            return False
+        return self.causal[request] if isinstance(self.causal, tuple) else self.causal
