@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from attnkit.errors import CacheError, OutOfPages
-from attnkit.kvcache.blocks import NULL_BLOCK, BlockPool, kernel_block_ids
+from attnkit.kvcache.blocks import NULL_BLOCK, BlockPool
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -233,20 +233,3 @@ def test_without_prefix_caching_nothing_is_findable():
     assert pool.find("key") is None
     pool.free(ids)
     assert pool.take_poisonable() == ids
-
-
-def test_a_block_splits_into_adjacent_kernel_blocks_and_null_stays_null():
-    assert kernel_block_ids([5, 0, 2], 1) == [5, 0, 2]
-    assert kernel_block_ids([5, 0, 2], 3) == [15, 16, 17, 0, 0, 0, 6, 7, 8]
-
-
-@pytest.mark.parametrize("ratio", [1, 2, 4])
-def test_slots_are_the_same_through_blocks_and_kernel_blocks(ratio):
-    kernel_size = 4
-    table = [3, 9, 1]
-    kernel_table = kernel_block_ids(table, ratio)
-    size = kernel_size * ratio
-    for position in range(3 * size):
-        slot = table[position // size] * size + position % size
-        kernel_block = kernel_table[position // kernel_size]
-        assert slot == kernel_block * kernel_size + position % kernel_size

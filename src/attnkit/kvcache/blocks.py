@@ -178,16 +178,3 @@ class BlockPool:
             raise CacheError(
                 f"block {block_id} is not of this pool, whose blocks are 1 to {self.num_blocks - 1}"
             )
-
-
-def kernel_block_ids(block_ids: Iterable[int], blocks_per_block: int) -> list[int]:
-    """The ids of the kernel blocks that blocks are split into.
-
-    Block b becomes b * r to b * r + r - 1 with r = `blocks_per_block`; slots stay what they are. The
-    null block becomes r times the null block, since kernels know it by its number.
-    """
-    return [
-        block_id * blocks_per_block + i if block_id != NULL_BLOCK else NULL_BLOCK
-        for block_id in block_ids
-        for i in range(blocks_per_block)
-    ]

@@ -20,31 +20,37 @@ from attnkit.errors import CacheError
 
 
 def allocate(
-    specs: Sequence[AttentionSpec],
+    storages: Sequence[Sequence[AttentionSpec]],
     num_blocks: int,
     layout: KVCacheLayout,
     device: torch.device,
-) -> list[torch.Tensor]:
-    """One zeroed tensor of logical shape (B, H, N, C) per spec.
+) -> list[list[torch.Tensor]]:
+    """Zeroed memory per storage, seen through each spec that lies over it.
 
-    Layer-compact layouts allocate each layer alone, so specs may differ; the others interleave
-    layers and need equal specs without padding.
+    Args:
+        storages: the specs that share each piece of memory; their pages have equal bytes.
+
+    Returns:
+        One tensor of logical shape (B, H, N, C) per spec.
 
     Raises:
-        CacheError: the layout cannot hold these specs.
+        CacheError: the layout cannot hold these specs. Layer-compact layouts allocate each storage
+            alone; the others interleave layers, whose pages must then have one shape.
     """
     if layout.is_layer_compact:
-        return [_layer(spec, num_blocks, layout, device) for spec in specs]
-    first = specs[0]
-    if any(spec != first for spec in specs) or first.page_size_padded is not None:
+        return [_views(specs, num_blocks, layout, device) for specs in storages]
+    first = storages[0][0]
+    alike = all(_page(spec) == _page(first) for specs in storages for spec in specs)
+    if not alike or first.page_size_padded is not None:
         raise CacheError(
-            f"layout {layout.name} interleaves layers, so all need one spec without padding; "
-            "use HND or NHD for layers that differ"
+            f"layout {layout.name} interleaves layers, so their pages need one shape without "
+            "padding; use HND or NHD for layers that differ"
         )
     order = layout.value
-    shape = (len(specs), num_blocks, *_page_shape(first))
-    storage = torch.zeros([shape[dim] for dim in order], dtype=first.dtype, device=device)
-    return list(storage.permute([order.index(dim) for dim in range(5)]).unbind(0))
+    shape = (len(storages), num_blocks, *_page(first)[:3])
+    memory = torch.zeros([shape[dim] for dim in order], dtype=first.dtype, device=device)
+    layers = memory.permute([order.index(dim) for dim in range(5)]).unbind(0)
+    return [[layer] * len(specs) for specs, layer in zip(storages, layers, strict=True)]
 
 
 def allocate_old_generation(
@@ -80,29 +86,37 @@ def allocate_old_generation(
     return storage.permute([order.index(dim) for dim in range(len(shape))])
 
 
-def _page_shape(spec: AttentionSpec) -> tuple[int, int, int]:
-    return spec.head_slots, spec.num_states, spec.content_size
+def _page(spec: AttentionSpec) -> tuple[int, int, int, torch.dtype]:
+    return spec.head_slots, spec.num_states, spec.content_size, spec.dtype
 
 
-def _layer(
-    spec: AttentionSpec, num_blocks: int, layout: KVCacheLayout, device: torch.device
-) -> torch.Tensor:
+def _views(
+    specs: Sequence[AttentionSpec], num_blocks: int, layout: KVCacheLayout, device: torch.device
+) -> list[torch.Tensor]:
+    """One piece of memory, seen through each spec."""
+    first = specs[0]
     order = [dim - 1 for dim in layout.value[1:]]
-    shape = (num_blocks, *_page_shape(spec))
-    if spec.page_size_padded is None:
-        storage = torch.zeros([shape[dim] for dim in order], dtype=spec.dtype, device=device)
-        return storage.permute([order.index(dim) for dim in range(4)])
-    if not layout.is_block_contiguous or spec.page_size_padded % spec.dtype.itemsize:
+    if first.page_size_padded is None and all(_page(spec) == _page(first) for spec in specs):
+        shape = (num_blocks, *_page(first)[:3])
+        memory = torch.zeros([shape[dim] for dim in order], dtype=first.dtype, device=device)
+        return [memory.permute([order.index(dim) for dim in range(4)])] * len(specs)
+    page_bytes = first.page_size_bytes
+    if not layout.is_block_contiguous or any(page_bytes % s.dtype.itemsize for s in specs):
         raise CacheError(
-            f"a page padded to {spec.page_size_padded} bytes needs layout HND or NHD and whole "
-            f"{spec.dtype} elements, but the layout is {layout.name}"
+            f"pages of {page_bytes} bytes that are padded or seen in several shapes need layout HND "
+            f"or NHD and whole elements, but the layout is {layout.name}"
         )
-    page = spec.page_size_padded // spec.dtype.itemsize
-    storage = torch.zeros(num_blocks * page, dtype=spec.dtype, device=device)
-    strides = [0, 0, 0, 1]
+    memory = torch.zeros(num_blocks * page_bytes, dtype=torch.uint8, device=device)
+    return [_view(memory, spec, num_blocks, order) for spec in specs]
+
+
+def _view(
+    memory: torch.Tensor, spec: AttentionSpec, num_blocks: int, order: list[int]
+) -> torch.Tensor:
+    shape = (num_blocks, *_page(spec)[:3])
+    strides = [spec.page_size_bytes // spec.dtype.itemsize, 0, 0, 0]
     step = 1
     for dim in reversed(order[1:]):
         strides[dim] = step
         step *= shape[dim]
-    strides[0] = page
-    return storage.as_strided(shape, strides)
+    return memory.view(spec.dtype).as_strided(shape, strides)

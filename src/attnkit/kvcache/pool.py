@@ -15,9 +15,6 @@ from attnkit.contract import AttentionBackend, AttentionSpec, KVCacheLayout
 from attnkit.errors import CacheError
 from attnkit.kvcache import layout as _layout
 
-NULL_BLOCK = 0
-"""The block that stands where no page is: never written, never read unmasked."""
-
 
 class PagedKVCache:
     """Pages of every layer, addressed by one set of block ids.
@@ -49,16 +46,16 @@ class PagedKVCache:
             kernel_block_size: split each block into blocks of this size for the kernels: block b
                 becomes blocks b * r to b * r + r - 1, and slots stay what they are. None: as the
                 spec says.
-            overlays: layer names that lie over the same memory, since a block belongs to one group
-                of layers at a time. None: every layer has memory of its own.
+            overlays: layer names that lie over the same memory, each in its own shape, since a block
+                belongs to one group of layers at a time. None: every layer has memory of its own.
             backends: layer name -> backend class, for older backends that ask for a cache shape of
                 their own.
             kv_cache_dtype: handed to those.
             poison: fill pages with NaN.
 
         Raises:
-            CacheError: fewer than 2 blocks, a page that cannot be split, overlaid layers of
-                different specs, or a layout that cannot hold the specs.
+            CacheError: fewer than 2 blocks, a page that cannot be split, overlaid layers whose
+                pages differ in bytes, or a layout that cannot hold the specs.
         """
         if not specs:
             raise CacheError("a KV cache needs at least one layer's spec")
@@ -170,11 +167,15 @@ class PagedKVCache:
                 tensors[name] = own
         names = [n for n in kernel_specs if n not in tensors]
         shared = _storages(names, overlays, self.specs)
-        firsts = [kernel_specs[members[0]] for members in shared]
-        if firsts:
-            storages = _layout.allocate(firsts, num_kernel_blocks, self.layout, self.device)  # type: ignore[arg-type]
-            for members, tensor in zip(shared, storages, strict=True):
-                tensors.update(dict.fromkeys(members, tensor))
+        if shared:
+            storages = _layout.allocate(
+                [[kernel_specs[name] for name in members] for members in shared],  # type: ignore[misc]
+                num_kernel_blocks,
+                self.layout,
+                self.device,
+            )
+            for members, views in zip(shared, storages, strict=True):
+                tensors.update(zip(members, views, strict=True))
         return {name: tensors[name] for name in self.specs}
 
 
@@ -196,9 +197,12 @@ def _storages(
     overlaid = {n for members in groups for n in members}
     groups = [g for g in groups if g] + [[n] for n in names if n not in overlaid]
     for members in groups:
-        shapes = {(specs[n].page_size_bytes, specs[n].dtype, specs[n].head_slots) for n in members}
-        if len(shapes) > 1:
-            raise CacheError(f"layers {', '.join(members)} overlay each other but differ in pages")
+        sizes = {specs[name].page_size_bytes for name in members}
+        if len(sizes) > 1:
+            raise CacheError(
+                f"layers {', '.join(members)} overlay each other, but their pages have {sizes} bytes; "
+                "give them pages of one size"
+            )
     return groups
 
 
