@@ -14,20 +14,12 @@ from attnkit.errors import AttnkitError
 def main() -> None:
     """Entry point of the installed command."""
     try:
-        import typer
+        from attnkit.cli.app import app
     except ModuleNotFoundError as missing:
-        if missing.name != "typer":
+        if missing.name not in ("typer", "rich"):
             raise
         sys.exit("the attnkit command needs typer and rich: pip install 'attnkit[cli]'")
-    from attnkit.cli.app import app
-
     try:
-        app(standalone_mode=False)
+        app()  # exits by itself: the command's status, 2 for bad usage, 130 after Ctrl-C
     except AttnkitError as error:
         sys.exit(f"error: {error}")
-    except typer.Exit as done:
-        sys.exit(done.exit_code)
-    except typer.Abort:
-        sys.exit(130)
-    except KeyboardInterrupt:
-        sys.exit(130)
