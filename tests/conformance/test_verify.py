@@ -15,10 +15,10 @@ from attnkit.contract import KVCacheLayout, KVCacheSpec, MultipleOf
 from attnkit.errors import BackendUnavailable, UnknownBackend
 
 
-def test_the_reference_is_right() -> None:
-    report = verify("reference")
+def test_a_right_backend_is_called_right() -> None:
+    report = verify("reference", filter="lse")
     assert report.ok, str(report)
-    assert report.num_cases >= 500
+    assert report.num_cases > 20
     assert not report.refused
     assert not report.unjudged
     assert "right" in str(report)

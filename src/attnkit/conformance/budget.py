@@ -17,9 +17,11 @@ to be exact (one visible key, small integers):
   have in common moves the output in proportion to itself, the rest in proportion to the norm of its
   terms: 2 * eps * (|output| + sqrt(sum((weight * value)^2))), which is twice the largest error of
   the first kind and seven standard deviations (eps / sqrt(12)) of the second.
-- A score s is computed in float32 by some order of operations (fused or not, log2(e) folded into the
-  scale or not), which moves it by at most 4 * eps(float32) * |s|, and a weight by that much
-  relatively; adding up n weights adds eps(float32) * log2(n). Times sum(|weight * value|).
+- A score is computed in float32 by some order of operations (fused or not, products summed up in
+  pairs or in a row, log2(e) folded into the scale or not), which moves it by 4 * eps(float32) times
+  its size: |score|, |bias| or the norm of the products in q.k, whichever is largest. A weight moves
+  by that much relatively, and adding up n of them adds eps(float32) * log2(n). Both times
+  sum(|weight * value|).
 
 An LSE is always float32, so its own rounding is that of float32.
 """
@@ -70,7 +72,7 @@ def budget_for(
     out_error = _largest(np.abs(out - answer.out))
     lse_error = _largest(np.abs(lse[finite] - answer.lse[finite]))
     eps = float(torch.finfo(q.dtype).eps)
-    score_rounding = _EPS32 * (4.0 * answer.largest_score + np.log2(2.0 + k.shape[0]))
+    score_rounding = _EPS32 * (4.0 * answer.score_size + np.log2(2.0 + k.shape[0]))
     tiny = float(torch.finfo(q.dtype).smallest_normal)
     return Budget(
         out=2.0 * out_error

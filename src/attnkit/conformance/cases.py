@@ -10,6 +10,7 @@ two cores, and in a kernel interpreter.
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -86,6 +87,7 @@ def all_cases(basis: Basis | None = None) -> tuple[Case, ...]:
         _lengths,
         _long_contexts,
         _cache_formats,
+        _random_mixtures,
     )
     cases = tuple(case for section in sections for case in section(basis))
     names = [case.name for case in cases]
@@ -337,3 +339,31 @@ def _cache_formats(basis: Basis) -> Iterator[Case]:
                 kv_cache_dtype=kv_cache_dtype,
                 return_lse=basis.lse,
             )
+
+
+def _random_mixtures(basis: Basis) -> Iterator[Case]:
+    """Batches and features that nobody thought of; the same ones every time."""
+    for i in range(60):
+        rng = random.Random(i)
+        features: list[str] = []
+        for feature in rng.sample(_PAIRED, len(_PAIRED)):
+            if len(features) < 3 and all(_compatible(feature, other) for other in features):
+                features.append(feature)
+        lens = [rng.choice([(1, 1), (1, 40), (1, 65), (3, 3), (7, 30), (18, 18), (0, 0), (2, 51)])]
+        lens += [(q, q + rng.randrange(40)) for q in (rng.choice((1, 1, 1, 4, 13)) for _ in "abc")]
+        rng.shuffle(lens)
+        num_kv_heads = rng.choice((1, 2, 3))
+        fields: dict[str, Any] = {}
+        for feature in features:
+            fields.update(FEATURES[feature])
+        if "head_size_v" in fields:
+            fields["head_size_v"] = int(fields["head_size_v"] * basis.head_size)
+        fields |= {
+            "query_lens": tuple(q for q, _ in lens),
+            "seq_lens": tuple(s for _, s in lens),
+            "num_heads": num_kv_heads * rng.choice((1, 2, 4, 7)),
+            "num_kv_heads": num_kv_heads,
+            "block_size": basis.block_size * rng.choice((1, 1, 2, 4)),
+        }
+        dtype = rng.choice(basis.dtypes)
+        yield plain_case(f"random_{i}-{'+'.join(sorted(features))}-{dtype}", basis, dtype, **fields)

@@ -53,14 +53,16 @@ class Answer:
             error of all weights can move.
         norm_of_terms: the same shape, root of the sum of (weight * value)^2: what independent
             relative errors of the weights move.
-        largest_score: (q_len, num_heads), largest |term| that was added into a visible score.
+        score_size: (q_len, num_heads), what a relative error of the arithmetic of a visible score is
+            multiplied with: the largest of |capped score|, |bias|, and the norm of the products
+            that q.k sums up.
     """
 
     out: Array
     lse: Array
     sum_of_terms: Array
     norm_of_terms: Array
-    largest_score: Array
+    score_size: Array
 
 
 def visible(
@@ -107,14 +109,15 @@ def attend(
     out = np.zeros((q_len, num_heads, head_size_v))
     lse = np.full((q_len, num_heads), -np.inf)
     sum_of_terms, norm_of_terms = np.zeros_like(out), np.zeros_like(out)
-    largest_score = np.zeros_like(lse)
+    score_size = np.zeros_like(lse)
     distance = (key_positions[None, :] - query_positions[:, None]).astype(np.float64)
     for head in range(num_heads):
         kv_head = head * num_kv_heads // num_heads
         score = meaning.scale * (q[:, head] @ k[:, kv_head].T)
         if meaning.soft_cap is not None:
             score = meaning.soft_cap * np.tanh(score / meaning.soft_cap)
-        size = np.abs(score)
+        products = abs(meaning.scale) * np.sqrt(q[:, head] ** 2 @ (k[:, kv_head] ** 2).T)
+        size = np.maximum(np.abs(score), products)
         if meaning.alibi_slopes is not None:
             slope = float(meaning.alibi_slopes[head])
             bias = slope * (
@@ -136,13 +139,13 @@ def attend(
             out[row, head] = weights @ v[keys, kv_head]
             sum_of_terms[row, head] = weights @ np.abs(v[keys, kv_head])
             norm_of_terms[row, head] = np.sqrt(weights**2 @ v[keys, kv_head] ** 2)
-            largest_score[row, head] = size[row, keys].max(initial=0.0)
+            score_size[row, head] = size[row, keys].max(initial=0.0)
     return Answer(
         out=out,
         lse=lse,
         sum_of_terms=sum_of_terms,
         norm_of_terms=norm_of_terms,
-        largest_score=largest_score,
+        score_size=score_size,
     )
 
 

@@ -42,7 +42,7 @@ def suite(
 
     @pytest.mark.parametrize("check", checks, ids=[check.name for check in checks])
     def test(check: Check) -> None:
-        _run(check)
+        run_check(check)
 
     return test
 
@@ -71,7 +71,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     device: str = metafunc.config.getoption("--attnkit-device") or "cpu"
     for backend in backends:
         for check in _checks(backend, device, None):
-            calls.append(lambda check=check: _run(check))
+            calls.append(lambda check=check: run_check(check))
             names.append(f"{backend}-{check.name}")
     metafunc.parametrize("attnkit_check", calls, ids=names)
 
@@ -83,7 +83,8 @@ def _checks(
     return [check for check in checks if filter is None or filter in check.name]
 
 
-def _run(check: Check) -> None:
+def run_check(check: Check) -> None:
+    """A check as the body of a test: what the backend refuses is skipped with its reason."""
     import pytest
 
     try:

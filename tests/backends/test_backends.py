@@ -1,0 +1,52 @@
+"""Every backend of the table that can run here passes every check of the conformance kit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from attnkit.backends import BACKENDS
+from attnkit.conformance.plugin import run_check
+from attnkit.conformance.subject import Subject
+from attnkit.conformance.verify import Check, claimed_checks, verify
+from attnkit.contract import DeviceCapability
+from attnkit.errors import BackendUnavailable
+from attnkit.select import resolve
+
+# What a machine has decides where a backend that runs on both is judged.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_of(name: str) -> str:
+    here = DeviceCapability.of(DEVICE)
+    return DEVICE if resolve(name).supports_compute_capability(here) else "cpu"
+
+
+def checks() -> Iterator[Any]:
+    for name in BACKENDS:
+        try:
+            subject = Subject.of(name, device_of(name))
+        except BackendUnavailable as absent:
+            yield pytest.param(None, id=name, marks=pytest.mark.skip(reason=str(absent)))
+            continue
+        for check in claimed_checks(subject):
+            yield pytest.param(check, id=f"{name}-{check.name}")
+
+
+@pytest.mark.parametrize("check", checks())
+def test_backend(check: Check) -> None:
+    run_check(check)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_claim_is_judged(name: str) -> None:
+    """A yes that the kit has no case for is a word only; there is none in the table."""
+    try:
+        report = verify(name, device=device_of(name), filter="claim:")
+    except BackendUnavailable as absent:
+        pytest.skip(str(absent))
+    assert not report.failed, str(report)
+    assert not report.unjudged, str(report)
