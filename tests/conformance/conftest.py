@@ -10,7 +10,7 @@ import torch
 
 from attnkit.conformance.case import Case
 from attnkit.conformance.checks import run_and_judge
-from attnkit.conformance.inputs import Inputs, Tokens, make_inputs
+from attnkit.conformance.inputs import Inputs, Tokens
 from attnkit.conformance.subject import NotClaimed, Result, Subject
 from attnkit.layer import Attention
 
@@ -56,10 +56,7 @@ def inputs_of(
         page_seed: int = 0,
     ) -> tuple[Attention, Inputs]:
         layer = layer_of(case)
-        spec = subject.spec(layer, case)
-        return layer, make_inputs(
-            case, spec, subject.device, poison=poison, page_seed=page_seed, tokens=tokens
-        )
+        return layer, subject.inputs(layer, case, poison=poison, page_seed=page_seed, tokens=tokens)
 
     return make
 

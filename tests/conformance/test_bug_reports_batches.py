@@ -17,7 +17,7 @@ from replays import InputsOf, LayerOf, Replay, mean, probe, rand, seen_keys
 from attnkit.batch import make_batch
 from attnkit.conformance.case import Case
 from attnkit.conformance.checks import bits, judge, run_and_judge
-from attnkit.conformance.inputs import Tokens, WholeSequence, make_inputs, meaning_of
+from attnkit.conformance.inputs import Tokens, WholeSequence, meaning_of
 from attnkit.conformance.subject import Subject
 from attnkit.errors import BatchError, UnsupportedConfiguration
 from attnkit.select import AttentionRequest, reasons_against, select
@@ -95,7 +95,7 @@ def test_br079_a_smaller_batch_forgets_the_larger(subject: Subject, layer_of: La
     layer = layer_of(base)
     for query_lens, seq_lens in (((80,), (80,)), ((4,), (84,)), ((4, 3), (84, 20))):
         case = replace(base, query_lens=query_lens, seq_lens=seq_lens)
-        inputs = make_inputs(case, subject.spec(layer, case), subject.device)
+        inputs = subject.inputs(layer, case)
         run_and_judge(subject, layer, inputs)
 
 

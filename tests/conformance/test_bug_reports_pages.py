@@ -17,7 +17,6 @@ from replays import InputsOf, LayerOf, Replay, close, mean, rand
 from attnkit.batch import make_batch
 from attnkit.conformance.case import Case
 from attnkit.conformance.checks import judge, run_and_judge
-from attnkit.conformance.inputs import make_inputs
 from attnkit.conformance.subject import Subject
 from attnkit.contract import AttentionCGSupport, KVCacheLayout
 from attnkit.errors import BatchError
@@ -101,9 +100,8 @@ def test_br015_a_plan_said_to_replay_any_batch_does(subject: Subject, layer_of: 
     if level is not AttentionCGSupport.ALWAYS:
         pytest.skip(f"says {level.name}, so another batch is planned anew, which is an answer")
     a, b = case, replace(case, query_lens=(3, 1, 0, 0), seq_lens=(11, 6, 0, 0))
-    spec = subject.spec(layer, case)
-    first = make_inputs(a, spec, subject.device)
-    second = make_inputs(b, spec, subject.device)
+    first = subject.inputs(layer, a)
+    second = subject.inputs(layer, b)
     plan = builder.build_for_cudagraph_capture(first.batch)
     for name in ("query_start_loc", "seq_lens", "slot_mapping"):
         getattr(first.batch, name).copy_(getattr(second.batch, name))

@@ -17,7 +17,7 @@ from replays import InputsOf, LayerOf, Replay, close, mean, probe, rand, seen_ke
 
 from attnkit.conformance.case import Case
 from attnkit.conformance.checks import judge, run_and_judge
-from attnkit.conformance.inputs import Inputs, Tokens, WholeSequence, make_inputs, meaning_of
+from attnkit.conformance.inputs import Inputs, Tokens, WholeSequence, meaning_of
 from attnkit.conformance.oracle import merge
 from attnkit.conformance.subject import Subject
 from attnkit.contract import FullAttentionSpec
@@ -444,7 +444,7 @@ def test_br044_sizes_come_from_the_groups_spec(subject: Subject, layer_of: Layer
         builder = layer.make_builder(["a", "b"])
         assert isinstance(builder.kv_cache_spec, FullAttentionSpec)
         assert builder.kv_cache_spec.head_size == head_size
-        run_and_judge(subject, layer, make_inputs(case, subject.spec(layer, case), subject.device))
+        run_and_judge(subject, layer, subject.inputs(layer, case))
 
 
 # Shared prefix, LSE.

@@ -10,7 +10,6 @@ import torch
 from attnkit.conformance.case import Case
 from attnkit.conformance.cases import all_cases
 from attnkit.conformance.checks import bits
-from attnkit.conformance.inputs import make_inputs
 from attnkit.conformance.subject import Subject
 from attnkit.contract import AttentionType, KVCacheLayout
 
@@ -19,7 +18,7 @@ REFERENCE = Subject.of("reference")
 
 
 def inputs_of(case: Case, **how):
-    return make_inputs(case, REFERENCE.spec(REFERENCE.layer(case), case), **how)
+    return REFERENCE.inputs(REFERENCE.layer(case), case, **how)
 
 
 def test_there_are_five_hundred_cases_and_more() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from attnkit.conformance.budget import Budget, budget_for
 from attnkit.conformance.case import Case
-from attnkit.conformance.inputs import Inputs, WholeSequence, make_inputs
+from attnkit.conformance.inputs import Inputs, WholeSequence
 from attnkit.conformance.oracle import Answer, Array, attend
 from attnkit.conformance.subject import LawBroken, Result, Subject
 from attnkit.contract import AttentionType, CommonAttentionMetadata
@@ -42,7 +42,7 @@ def check_case(subject: Subject, case: Case) -> Margin:
         LawBroken: something is not as it must be.
     """
     layer = subject.layer(case)
-    inputs = make_inputs(case, subject.spec(layer, case), subject.device)
+    inputs = subject.inputs(layer, case)
     return run_and_judge(subject, layer, inputs)[1]
 
 
@@ -120,13 +120,15 @@ def _share(got: Array, right: Array, allowed: Array, what: str) -> float:
 
 
 class CacheWatch:
-    """Bytes of the cache before a run, and what they must be after it."""
+    """Bytes of the cache before a run, and what they must be after it.
+
+    A cache in a shape of an older backend's own is not watched: only that backend can read it.
+    """
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = inputs
-        self._before = (
-            [bits(pages) for pages in inputs.cache_pages()] if inputs.kv_cache.dim() else []
-        )
+        self._watched = inputs.kv_cache.numel() > 0 and inputs.is_logical
+        self._before = [bits(pages) for pages in inputs.cache_pages()] if self._watched else []
         self._other = None if inputs.other_cache is None else bits(inputs.other_cache)
 
     def expect_only_new_tokens_written(self) -> None:
@@ -136,7 +138,7 @@ class CacheWatch:
             LawBroken: naming the first block and offset that is not so.
         """
         inputs = self._inputs
-        if inputs.kv_cache.numel() == 0:
+        if not self._watched:
             return
         null_now, pages_now = (bits(p) for p in inputs.cache_pages())
         null_before, pages = self._before

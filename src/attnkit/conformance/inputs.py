@@ -19,9 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnkit.batch import make_batch
 from attnkit.conformance.case import Case
 from attnkit.conformance.oracle import Meaning, visible
 from attnkit.contract import (
+    AttentionBackend,
     AttentionSpec,
     AttentionType,
     CommonAttentionMetadata,
@@ -90,6 +92,11 @@ class Inputs:
     sequences: tuple[WholeSequence, ...]
     first_block: int
 
+    @property
+    def is_logical(self) -> bool:
+        """The cache has the contract's shape, not one of an older backend's own."""
+        return _is_logical(self.case, self.kv_cache)
+
     def cache_pages(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the null block and of all pages of the case."""
         return self.kv_cache[:1], self.kv_cache[max(1, self.first_block) :]
@@ -134,6 +141,7 @@ def make_inputs(
     poison: float = math.nan,
     page_seed: int = 0,
     tokens: Sequence[Tokens] | None = None,
+    backend: type[AttentionBackend] | None = None,
 ) -> Inputs:
     """Build a case's tensors.
 
@@ -144,6 +152,8 @@ def make_inputs(
         poison: what stands where nothing may be read; anything but NaN is clamped to the dtype.
         page_seed: other values give other pages and free pages, and the same numbers.
         tokens: per request, instead of random numbers.
+        backend: asked for a cache shape of its own, which older ones have. Such a cache is all
+            poison: only the backend knows how to put the context there (`context_of`).
     """
     if tokens is None:
         tokens = _random_tokens(case, np.random.default_rng(case.seed))
@@ -157,8 +167,11 @@ def make_inputs(
     kv_cache, other = torch.empty(0, device=device), None
     if not case.is_cacheless:
         assert spec is not None
-        kv_cache, other = _cache(case, spec, pages, device)
-        _fill(case, sequences, pages, kv_cache, poison)
+        kv_cache, other = _cache(case, spec, pages, device, backend)
+        if _is_logical(case, kv_cache):
+            _fill(case, sequences, pages, kv_cache, poison)
+        else:
+            kv_cache.fill_(_poison(kv_cache.dtype, poison))
         if other is not None:
             other.fill_(7.0)
     return Inputs(
@@ -172,6 +185,40 @@ def make_inputs(
         sequences=tuple(_as_cached(case, s) for s in sequences),
         first_block=case.first_block,
     )
+
+
+def context_of(inputs: Inputs) -> Inputs | None:
+    """The step before this one, which puts every request's context into its pages; None if there is
+    no context."""
+    case = inputs.case
+    contexts = [max(0, s - q) for q, s in zip(case.query_lens, case.seq_lens, strict=True)]
+    if not any(contexts):
+        return None
+    table = inputs.batch.block_table_tensor.tolist()
+    batch = make_batch(
+        contexts,
+        contexts,
+        [row[: -(-n // case.block_size)] for row, n in zip(table, contexts, strict=False)],
+        case.block_size,
+        device=inputs.query.device,
+    )
+    k, v = (
+        torch.cat([getattr(s, name)[:n] for s, n in zip(inputs.sequences, contexts, strict=True)])
+        for name in ("k", "v")
+    )
+    query = torch.zeros(sum(contexts), *inputs.query.shape[1:], dtype=case.dtype)
+    return replace(
+        inputs,
+        query=query.to(inputs.query.device),
+        key=k.to(inputs.query),
+        value=v.to(inputs.query),
+        batch=batch,
+    )
+
+
+def _is_logical(case: Case, kv_cache: torch.Tensor) -> bool:
+    page = (case.num_kv_heads, case.block_size, case.head_size + case.value_size)
+    return kv_cache.shape[1:] == page
 
 
 def _random_tokens(case: Case, rng: np.random.Generator) -> list[Tokens]:
@@ -235,12 +282,23 @@ class _Pages:
 
 
 def _cache(
-    case: Case, spec: AttentionSpec, pages: _Pages, device: torch.device
+    case: Case,
+    spec: AttentionSpec,
+    pages: _Pages,
+    device: torch.device,
+    backend: type[AttentionBackend] | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     specs = {LAYER: spec}
     if not case.layout.is_layer_compact:
         specs[_OTHER_LAYER] = spec
-    cache = PagedKVCache(specs, pages.num_blocks, device=device, layout=case.layout)
+    cache = PagedKVCache(
+        specs,
+        pages.num_blocks,
+        device=device,
+        layout=case.layout,
+        backends=None if backend is None else dict.fromkeys(specs, backend),
+        kv_cache_dtype=case.kv_cache_dtype,
+    )
     return cache[LAYER], cache[_OTHER_LAYER] if _OTHER_LAYER in specs else None
 
 
@@ -252,8 +310,6 @@ def _fill(
     poison: float,
 ) -> None:
     """Poison everywhere, then each context token that some query of its request may see."""
-    expected = (pages.num_blocks, case.num_kv_heads, case.block_size)
-    assert kv_cache.shape == (*expected, case.head_size + case.value_size), kv_cache.shape
     bad = _poison(kv_cache.dtype, poison)
     kv_cache[0] = bad
     kv_cache[max(1, case.first_block) :] = bad

@@ -27,7 +27,7 @@ from attnkit.conformance.checks import (
     judge,
     run_and_judge,
 )
-from attnkit.conformance.inputs import UNWRITTEN, Inputs, WholeSequence, make_inputs
+from attnkit.conformance.inputs import UNWRITTEN, Inputs, WholeSequence
 from attnkit.conformance.oracle import merge
 from attnkit.conformance.parts import key_pages, one_request, smaller_pages
 from attnkit.conformance.subject import LawBroken, NotClaimed, Result, Subject
@@ -79,25 +79,13 @@ def _claimed(subject: Subject, base: Case | None = None) -> Iterator[tuple[Atten
         raise refusals[0]
 
 
-def _inputs(
-    subject: Subject,
-    layer: Attention,
-    case: Case,
-    *,
-    poison: float = math.nan,
-    page_seed: int = 0,
-) -> Inputs:
-    spec = subject.spec(layer, case)
-    return make_inputs(case, spec, subject.device, poison=poison, page_seed=page_seed)
-
-
 def pages_do_not_matter(subject: Subject) -> None:
     """The same tokens on other pages give the same answer, bit for bit."""
     for layer, case in _claimed(subject):
-        first, _ = run_and_judge(subject, layer, _inputs(subject, layer, case))
+        first, _ = run_and_judge(subject, layer, subject.inputs(layer, case))
         for page_seed in (1, 2):
             other, _ = run_and_judge(
-                subject, layer, _inputs(subject, layer, case, page_seed=page_seed)
+                subject, layer, subject.inputs(layer, case, page_seed=page_seed)
             )
             _expect_same(other, first, case, "with its pages elsewhere")
 
@@ -108,7 +96,7 @@ def unread_memory_does_not_matter(subject: Subject) -> None:
         case = replace(case, padding_tokens=3, padding_reqs=1)
         results = []
         for poison in (math.nan, math.inf, 1e30, 0.0):
-            inputs = _inputs(subject, layer, case, poison=poison)
+            inputs = subject.inputs(layer, case, poison=poison)
             results.append((poison, subject.run(layer, inputs)))
             judge(inputs.sequences, results[-1][1])
         for poison, result in results[1:]:
@@ -118,9 +106,9 @@ def unread_memory_does_not_matter(subject: Subject) -> None:
 def runs_are_repeatable(subject: Subject) -> None:
     """The same step twice gives the same bits."""
     for layer, case in _claimed(subject):
-        first = subject.run(layer, _inputs(subject, layer, case))
+        first = subject.run(layer, subject.inputs(layer, case))
         for _ in range(3):
-            again = subject.run(layer, _inputs(subject, layer, case))
+            again = subject.run(layer, subject.inputs(layer, case))
             _expect_same(again, first, case, "on a second run")
 
 
@@ -128,7 +116,7 @@ def batch_mates_do_not_matter(subject: Subject) -> None:
     """A request alone answers as in a batch; to the bit if the backend claims batch invariance."""
     invariant = subject.backend.supports_batch_invariance()
     for layer, case in _claimed(subject):
-        inputs = _inputs(subject, layer, case)
+        inputs = subject.inputs(layer, case)
         together, _ = run_and_judge(subject, layer, inputs)
         starts = np.cumsum([0, *case.query_lens])
         for request in range(case.num_reqs):
@@ -153,7 +141,7 @@ def order_of_requests_does_not_matter(subject: Subject) -> None:
             seq_lens=tuple(lens[i][1] for i in order),
         )
         for layer, case in _claimed(subject, base):
-            run_and_judge(subject, layer, _inputs(subject, layer, case))
+            run_and_judge(subject, layer, subject.inputs(layer, case))
 
 
 def splitting_a_prompt_does_not_matter(subject: Subject) -> None:
@@ -163,10 +151,10 @@ def splitting_a_prompt_does_not_matter(subject: Subject) -> None:
     for layer, case in _claimed(subject, base):
         if case.causal is not True:
             continue  # Without causality earlier pieces cannot see later ones.
-        whole = _inputs(subject, layer, case)
+        whole = subject.inputs(layer, case)
         run_and_judge(subject, layer, whole)
         for pieces in ((44, 1), (1, 44), (16, 16, 13), (7, 7, 7, 7, 7, 7, 3), (33, 12)):
-            inputs = _inputs(subject, layer, case)
+            inputs = subject.inputs(layer, case)
             _run_in_pieces(subject, layer, inputs, pieces)
             expect_same_bits(
                 inputs.kv_cache, whole.kv_cache, f"the cache after pieces {pieces} ({case})"
@@ -178,8 +166,8 @@ def padding_does_not_matter(subject: Subject) -> None:
     counts them (a captured graph's batch) or not."""
     for layer, case in _claimed(subject):
         padded_case = replace(case, padding_tokens=5, padding_reqs=3)
-        run_and_judge(subject, layer, _inputs(subject, layer, padded_case))
-        inputs = _inputs(subject, layer, padded_case)
+        run_and_judge(subject, layer, subject.inputs(layer, padded_case))
+        inputs = subject.inputs(layer, padded_case)
         counted = replace(
             inputs,
             batch=inputs.batch.replace(num_actual_tokens=inputs.query.shape[0]),
@@ -198,7 +186,8 @@ def new_tokens_are_seen_once(subject: Subject) -> None:
     for layer, case in _claimed(subject, base):
         if case.alibi or case.sinks or case.sliding_window or not case.causal:
             continue
-        inputs = _inputs(subject, layer, case)
+        inputs = subject.inputs(layer, case)
+        _expect_logical(inputs)
         inputs.query.zero_()
         inputs.value.copy_(
             torch.tensor([n - 1.0 for n in lens], dtype=case.dtype)[:, None, None].to(
@@ -223,7 +212,7 @@ def plans_are_not_remembered(subject: Subject) -> None:
     for layer, case in _claimed(subject):
         for query_lens, seq_lens in [*shapes, *shapes[::-1]]:
             step = replace(case, query_lens=query_lens, seq_lens=seq_lens)
-            run_and_judge(subject, layer, _inputs(subject, layer, step))
+            run_and_judge(subject, layer, subject.inputs(layer, step))
 
 
 def plan_follows_another_block_table(subject: Subject) -> None:
@@ -232,7 +221,7 @@ def plan_follows_another_block_table(subject: Subject) -> None:
         builder = layer.make_builder()
         if not builder.supports_update_block_table:
             raise NotClaimed("the builder says supports_update_block_table = False")
-        here, there = (_inputs(subject, layer, case, page_seed=seed) for seed in (0, 1))
+        here, there = (subject.inputs(layer, case, page_seed=seed) for seed in (0, 1))
         watch = BatchWatch(here.batch)
         plan = builder.build(0, here.batch)
         moved = builder.update_block_table(
@@ -256,9 +245,10 @@ def block_size_does_not_matter(subject: Subject) -> None:
                 small_layer = subject.layer(replace(case, block_size=small))
             except NotClaimed:
                 continue
-            inputs = _inputs(subject, layer, case)
+            inputs = subject.inputs(layer, case)
+            _expect_logical(inputs)
             run_and_judge(subject, layer, inputs)
-            split = smaller_pages(_inputs(subject, layer, case), small)
+            split = smaller_pages(subject.inputs(layer, case), small)
             judge(inputs.sequences, subject.run(small_layer, split))
             num_read += 1
     if not num_read:
@@ -283,7 +273,7 @@ def parts_merge_by_their_lse(subject: Subject) -> None:
         except NotClaimed as refusal:
             refusals.append(refusal)
             continue
-        inputs = _inputs(subject, layer, case)
+        inputs = subject.inputs(layer, case)
         run_and_judge(subject, layer, inputs)
         for cut in (0, 1, 2, 3):
             parts = [
@@ -312,16 +302,16 @@ def causality_is_per_request(subject: Subject) -> None:
             if window is None:
                 raise
             continue
-        run_and_judge(subject, layer, _inputs(subject, layer, case))
+        run_and_judge(subject, layer, subject.inputs(layer, case))
         for flag in (True, False):
             uniform = replace(case, causal=flag)
-            run_and_judge(subject, layer, _inputs(subject, layer, uniform))
+            run_and_judge(subject, layer, subject.inputs(layer, uniform))
 
 
 def strides_do_not_matter(subject: Subject) -> None:
     """q, k and v may be slices of one projection: rows further apart than they are long."""
     for layer, case in _claimed(subject):
-        inputs = _inputs(subject, layer, case)
+        inputs = subject.inputs(layer, case)
         heads, kv_heads, size = case.num_heads, case.num_kv_heads, case.head_size
         fused = torch.full(
             (inputs.query.shape[0], heads + 2 * kv_heads + 1, size),
@@ -344,9 +334,9 @@ def the_users_path_is_the_same(subject: Subject) -> None:
     for layer, case in _claimed(subject):
         if case.freed_window:
             continue
-        by_kit = _inputs(subject, layer, case)
+        by_kit = subject.inputs(layer, case)
         kit, _ = run_and_judge(subject, layer, by_kit)
-        inputs = _inputs(subject, layer, case)
+        inputs = subject.inputs(layer, case)
         num_pages = [-(-s // case.block_size) for s in case.seq_lens]
         table = inputs.batch.block_table_tensor.tolist()
         batch = make_batch(
@@ -366,7 +356,7 @@ def the_users_path_is_the_same(subject: Subject) -> None:
 def shared_cache_is_only_read(subject: Subject) -> None:
     """A layer that shares another's cache reads that layer's tokens and writes nothing."""
     for layer, case in _claimed(subject):
-        inputs = _inputs(subject, layer, case)
+        inputs = subject.inputs(layer, case)
         run_and_judge(subject, layer, inputs)
         reader = subject.layer(case, kv_sharing_target_layer_name=layer.layer_name)
         before = bits(inputs.kv_cache)
@@ -380,7 +370,7 @@ def shared_cache_is_only_read(subject: Subject) -> None:
 def profiling_writes_zeros(subject: Subject) -> None:
     """Without a plan a layer returns zeros and touches no cache."""
     for layer, case in _claimed(subject):
-        inputs = _inputs(subject, layer, case)
+        inputs = subject.inputs(layer, case)
         before = bits(inputs.kv_cache)
         answer = layer(inputs.query, inputs.key, inputs.value, inputs.kv_cache, None)
         out = answer[0] if isinstance(answer, tuple) else answer
@@ -408,7 +398,7 @@ def profiling_writes_zeros(subject: Subject) -> None:
 def unwritten_slots_stay(subject: Subject) -> None:
     """Slot -1 writes nothing, wherever in the batch it stands."""
     for layer, case in _claimed(subject):
-        inputs = _inputs(subject, layer, case)
+        inputs = subject.inputs(layer, case)
         run_and_judge(subject, layer, inputs)  # The tokens are in the cache now.
         none = replace(
             inputs,
@@ -430,7 +420,7 @@ def the_device_has_the_last_word_on_lengths(subject: Subject) -> None:
         raise NotClaimed("the backend says supports_device_cpu_query_lens_mismatch = False")
     base = _base(subject, query_lens=(1, 4, 3, 4), seq_lens=(41, 36, 50, 19))
     for layer, case in _claimed(subject, base):
-        inputs = _inputs(subject, layer, case)
+        inputs = subject.inputs(layer, case)
         host = torch.tensor([0, 4, 8, 11, 12], dtype=torch.int32)
         bound = inputs.batch.seq_lens.cpu() + 3
         moved = inputs.batch.replace(
@@ -468,6 +458,11 @@ LAWS: dict[str, Law] = {
     )
 }
 """Name -> law, in the order they are checked."""
+
+
+def _expect_logical(inputs: Inputs) -> None:
+    if not inputs.is_logical:
+        raise NotClaimed("the law writes into the cache, which has a shape of the backend's own")
 
 
 def _expect_same(got: Result, want: Result, case: Case, when: str) -> None:

@@ -8,13 +8,21 @@ backend works.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from attnkit.conformance.case import DTYPES, Basis, Case
-from attnkit.conformance.inputs import Inputs, alibi_slopes, sink_logits
+from attnkit.conformance.inputs import (
+    Inputs,
+    Tokens,
+    alibi_slopes,
+    context_of,
+    make_inputs,
+    sink_logits,
+)
 from attnkit.contract import (
     AttentionBackend,
     AttentionSpec,
@@ -176,6 +184,42 @@ class Subject:
             dtype=kv_cache_torch_dtype(case.kv_cache_dtype, case.dtype),
             max_encoder_tokens=max(case.seq_lens, default=1),
         )
+
+    def inputs(
+        self,
+        layer: Attention,
+        case: Case,
+        *,
+        poison: float = math.nan,
+        page_seed: int = 0,
+        tokens: Sequence[Tokens] | None = None,
+    ) -> Inputs:
+        """Tensors of a case for this backend, its cache holding the context.
+
+        Args:
+            layer: of the case.
+            case: what to make; the rest as in `make_inputs`.
+
+        Raises:
+            NotClaimed: the backend has a cache shape of its own, which this case cannot be put into.
+        """
+        inputs = make_inputs(
+            case,
+            self.spec(layer, case),
+            self.device,
+            poison=poison,
+            page_seed=page_seed,
+            tokens=tokens,
+            backend=self.backend,
+        )
+        if case.is_cacheless or inputs.is_logical:
+            return inputs
+        if case.freed_window or case.attn_type is not AttentionType.DECODER:
+            raise NotClaimed("a cache of the older generation's shape is filled by the layer only")
+        context = context_of(inputs)
+        if context is not None:
+            self.run(layer, context)
+        return inputs
 
     def plan(self, layer: Attention, inputs: Inputs, batch: CommonAttentionMetadata) -> Any:
         """What the backend's builder makes of a batch."""
