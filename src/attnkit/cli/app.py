@@ -9,6 +9,7 @@ from __future__ import annotations
 import typer
 
 from attnkit.cli.backends import backends
+from attnkit.cli.bench import SETTINGS, bench
 from attnkit.cli.explain import explain
 from attnkit.cli.generate import generate
 from attnkit.cli.verify import verify
@@ -23,3 +24,4 @@ app = typer.Typer(
 )
 for command in (generate, backends, explain, verify):
     app.command()(command)
+app.command(**SETTINGS)(bench)
