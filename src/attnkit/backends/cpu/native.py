@@ -1,0 +1,190 @@
+"""The native library: built from `decode.c` on first use, kept, loaded; and what became of that.
+
+In: the C compiler at hand and the user's cache directory. Out: `native_kernels()`, or None where the
+torch path has to serve, and `native_status()`, one line that says which and why. The decision is
+made once a process. Whatever goes wrong costs speed, never an answer: one warning names the cause.
+
+The file's name holds a digest of all that could make it another file (source, flags, compiler,
+processor), so a home directory shared between machines is safe, and nothing is ever rebuilt in
+place: a build goes to a file of its own and is renamed, so that two processes may build at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from attnkit.backends.cpu.launch import NativeKernels
+from attnkit.errors import ConfigurationError
+
+SOURCE = Path(__file__).with_name("decode.c")
+COMPILERS = ("cc", "gcc", "clang")
+"""Looked for in this order, after the environment's CC."""
+
+FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
+"""Nothing that would let the compiler assume away inf or NaN, or reorder sums."""
+
+BUILD_SECONDS = 60
+"""A build takes about one second; a compiler that hangs must not hang the process."""
+
+
+@dataclass(frozen=True)
+class Native:
+    """The decision: kernels, or None, and the sentence that explains it."""
+
+    kernels: NativeKernels | None
+    status: str
+
+
+class _Unavailable(Exception):
+    """Why there is no native library; becomes the warning."""
+
+
+def native_kernels() -> NativeKernels | None:
+    """The native library, built and loaded if need be; None: the torch path serves."""
+    return _decide().kernels
+
+
+def native_status() -> str:
+    """Which path serves and why, for people: "native: ..." or "torch: ..."."""
+    return _decide().status
+
+
+@functools.cache
+def _decide() -> Native:
+    switch = os.environ.get("ATTNKIT_CPU_NATIVE", "1")
+    if switch not in ("0", "1"):
+        raise ConfigurationError(
+            f"ATTNKIT_CPU_NATIVE={switch} is not allowed; set 0 to run in torch alone, or 1"
+        )
+    if switch == "0":
+        return Native(None, "torch: the native library is switched off (ATTNKIT_CPU_NATIVE=0)")
+    try:
+        path = _library_path()
+        kernels = _load(path)
+    except _Unavailable as reason:
+        warnings.warn(
+            f"the cpu backend runs in torch, several times slower: {reason}. Provide that, or set "
+            "ATTNKIT_CPU_NATIVE=0 to accept it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return Native(None, f"torch: {reason}")
+    threads = "torch's OpenMP threads" if _parallel_address() else "one thread (no OpenMP found)"
+    return Native(kernels, f"native: {path} on {threads}")
+
+
+def _load(path: Path) -> NativeKernels:
+    """Load `path`, building it where it is missing or cannot be loaded."""
+    if path.exists():
+        try:
+            return NativeKernels(str(path), _parallel_address())
+        except (OSError, AttributeError):
+            pass  # Damaged: a new build replaces it.
+    _build(path)
+    try:
+        return NativeKernels(str(path), _parallel_address())
+    except (OSError, AttributeError) as error:
+        raise _Unavailable(f"the library built at {path} cannot be loaded ({error})") from error
+
+
+def _build(path: Path) -> None:
+    """Compile `decode.c` to `path`, whole or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, name = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
+        os.close(handle)
+    except OSError as error:
+        raise _Unavailable(
+            f"the cache directory {path.parent} cannot be written ({error.strerror})"
+        ) from error
+    command = [_compiler(), *_flags(), str(SOURCE), "-o", name, "-lm"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
+        os.replace(name, path)
+    except subprocess.CalledProcessError as error:
+        lines = (error.stderr or "").strip().splitlines() or [f"exit status {error.returncode}"]
+        raise _Unavailable(f"{command[0]} could not compile {SOURCE.name} ({lines[0]})") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _Unavailable(f"{command[0]} could not be run ({error})") from error
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _library_path() -> Path:
+    """Where the library of this source, compiler and processor is kept."""
+    compiler = _compiler()
+    binary = os.stat(compiler)
+    facts = [
+        SOURCE.read_bytes(),
+        " ".join(_flags()).encode(),
+        f"{os.path.realpath(compiler)} {binary.st_size} {binary.st_mtime_ns}".encode(),
+        _processor().encode(),
+    ]
+    digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:16]
+    return _cache_dir() / "cpu" / f"decode-{digest}.so"
+
+
+def _compiler() -> str:
+    """Absolute path of the C compiler to use."""
+    wanted = (os.environ["CC"],) if os.environ.get("CC") else COMPILERS
+    for name in wanted:
+        if (path := shutil.which(name)) is not None:
+            return path
+    raise _Unavailable(f"there is no C compiler ({' or '.join(wanted)} is not in PATH)")
+
+
+def _flags() -> tuple[str, ...]:
+    """Flags for this machine: clang on ARM knows -mcpu=native only."""
+    arm = platform.machine() in ("aarch64", "arm64")
+    return (*FLAGS, "-mcpu=native" if arm else "-march=native")
+
+
+def _processor() -> str:
+    """What -march=native depends on: the processor's model and instruction sets."""
+    lines: list[str] = [platform.machine()]
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    for key in ("model name", "flags", "CPU part", "Features"):
+        lines += [line for line in text.splitlines() if line.startswith(key)][:1]
+    return "\n".join(lines)
+
+
+def _cache_dir() -> Path:
+    given = os.environ.get("ATTNKIT_CACHE_DIR")
+    if given:
+        return Path(given).expanduser()
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    return (Path(xdg) if xdg else Path.home() / ".cache") / "attnkit"
+
+
+def _parallel_address() -> int | None:
+    """GOMP_parallel of the OpenMP runtime that torch has loaded for everyone; None: none is.
+
+    libgomp and LLVM's libomp both have it. Linking one of our own instead could load a second
+    runtime, whose waiting threads would take the cores from torch's.
+    """
+    try:
+        function = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, TypeError):
+        return None
+    return ctypes.cast(function, ctypes.c_void_p).value
