@@ -7,7 +7,10 @@ are answers worked out by hand. A backend that refuses the feature by name has a
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -226,3 +229,46 @@ def test_br124_a_decode_keeps_its_bits_among_others(
     alone, _ = run_and_judge(subject, layer, inputs)
     if subject.backend.supports_batch_invariance():
         assert torch.equal(together.out[:1], alone.out)
+
+
+# Threads and memory.
+
+
+def test_br135_threads_and_affinity_are_the_processs_own(
+    subject: Subject, inputs_of: InputsOf
+) -> None:
+    before = torch.get_num_threads(), os.sched_getaffinity(0)
+    layer, inputs = inputs_of(Case(name="br135", query_lens=(1, 33), seq_lens=(300, 33)))
+    subject.run(layer, inputs)
+    assert (torch.get_num_threads(), os.sched_getaffinity(0)) == before
+
+
+_LONG_PROMPT = """
+import sys, torch
+from attnkit import Attention, make_batch
+
+def status(field):
+    return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith(field))
+
+torch.set_num_threads(1)
+length, pages = 16_384, 16_384 // 16
+layer = Attention(2, 64, sliding_window=256, backend=sys.argv[1])
+q = torch.randn(length, 2, 64)
+cache = torch.zeros(pages + 1, 2, 16, 128)
+batch = make_batch([17], [17], [[1, 2]], 16)
+layer(q[:17], q[:17], q[:17], cache, layer.build(batch))
+before = status("VmRSS")
+batch = make_batch([length], [length], [list(range(1, pages + 1))], 16)
+out = layer(q, q, q, cache, layer.build(batch))
+assert torch.isfinite(out).all()
+print((status("VmHWM") - before) // 1024)
+"""
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_br130_no_mask_of_length_squared(backend: str) -> None:
+    """A bool mask of 16,384 squared alone is 256 MiB."""
+    command = [sys.executable, "-c", _LONG_PROMPT, backend]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) < 128

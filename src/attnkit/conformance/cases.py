@@ -9,6 +9,7 @@ two cores, and in a kernel interpreter.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Iterator, Mapping
@@ -70,6 +71,7 @@ _PAIRED = (
 """Features whose code paths meet in a kernel."""
 
 
+@functools.cache
 def all_cases(basis: Basis | None = None) -> tuple[Case, ...]:
     """The whole table, names unique, in the order of the sections below.
 

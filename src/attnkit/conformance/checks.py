@@ -50,8 +50,12 @@ def run_and_judge(subject: Subject, layer: Attention, inputs: Inputs) -> tuple[R
     """`check_case` on tensors that are there already."""
     cache = CacheWatch(inputs)
     batch = BatchWatch(inputs.batch)
+    step = {name: bits(getattr(inputs, name)) for name in ("query", "key", "value")}
     result = subject.run(layer, inputs)
     batch.expect_unchanged()
+    for name, before in step.items():
+        if not torch.equal(bits(getattr(inputs, name)), before):
+            raise LawBroken(f"the {name} of this step was changed in place")
     cache.expect_only_new_tokens_written()
     if layer._passes_output:
         expect_padding_untouched(inputs, result)

@@ -583,6 +583,43 @@ class ProfilingLeavesTheOutput(TwinImpl):
         return output
 
 
+@_caught_by("case:plain-decode-fp32")
+class QueryScaledInPlace(TwinImpl):
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CommonAttentionMetadata,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        result = super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
+        query.mul_(self.scale)
+        return result
+
+
+@_caught_by("law:lse_is_float32_per_token_and_head")
+class LseInTheOutputDtype(TwinImpl):
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CommonAttentionMetadata,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        result = super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
+        return (result[0], result[1].to(output.dtype)) if isinstance(result, tuple) else result
+
+
 # Plans and batches.
 
 

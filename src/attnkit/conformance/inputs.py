@@ -315,11 +315,14 @@ def _fill(
     kv_cache[max(1, case.first_block) :] = bad
     # A shared page holds what any of its requests sees, so it is filled once for all of them.
     for request, s in enumerate(sequences):
-        for position in np.flatnonzero(_seen(case, request)):
-            block = pages.tables[request][position // case.block_size]
-            slot = kv_cache[block, :, position % case.block_size]
-            slot[:, : case.head_size] = s.k[position].to(kv_cache.dtype)
-            slot[:, case.head_size :] = s.v[position].to(kv_cache.dtype)
+        positions = np.flatnonzero(_seen(case, request))
+        table = np.array(pages.tables[request], dtype=np.int64)
+        blocks, offsets = (
+            torch.from_numpy(x).to(kv_cache.device)
+            for x in (table[positions // case.block_size], positions % case.block_size)
+        )
+        tokens = torch.cat([s.k, s.v], dim=-1)[torch.from_numpy(positions)]
+        kv_cache[blocks, :, offsets] = tokens.to(kv_cache)
 
 
 def _seen(case: Case, request: int) -> npt.NDArray[np.bool_]:

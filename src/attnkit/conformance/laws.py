@@ -329,6 +329,32 @@ def strides_do_not_matter(subject: Subject) -> None:
         run_and_judge(subject, layer, strided)
 
 
+def lse_is_float32_per_token_and_head(subject: Subject) -> None:
+    """What the impl itself returns: its output buffer, and an LSE of float32 (num_tokens, num_heads)."""
+    for layer, case in _claimed(subject):
+        if not layer.return_lse:
+            raise NotClaimed("the backend returns no LSE")
+        inputs = subject.inputs(layer, case)
+        subject.run(layer, inputs)  # The tokens are in the cache now.
+        out = torch.empty_like(inputs.query[..., :1]).expand(-1, -1, layer.head_size_v).clone()
+        returned = layer.impl.forward(
+            layer,
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            inputs.kv_cache,
+            subject.plan(layer, inputs, inputs.batch),
+            out,
+        )
+        if not isinstance(returned, tuple):
+            raise LawBroken("forward returned no LSE although need_to_return_lse_for_decode is set")
+        shape, dtype = tuple(returned[1].shape), returned[1].dtype
+        if shape != (case.num_tokens, case.num_heads) or dtype != torch.float32:
+            raise LawBroken(
+                f"the LSE is {dtype} {shape}, not float32 {(case.num_tokens, case.num_heads)}"
+            )
+
+
 def the_users_path_is_the_same(subject: Subject) -> None:
     """`make_batch` and a call of the layer give what the kit's own batch and buffers gave."""
     for layer, case in _claimed(subject):
@@ -450,6 +476,7 @@ LAWS: dict[str, Law] = {
         parts_merge_by_their_lse,
         causality_is_per_request,
         strides_do_not_matter,
+        lse_is_float32_per_token_and_head,
         the_users_path_is_the_same,
         shared_cache_is_only_read,
         profiling_writes_zeros,

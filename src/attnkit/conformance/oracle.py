@@ -126,20 +126,18 @@ def attend(
             score = score + bias
             size = np.maximum(size, np.abs(bias))
         sink = -np.inf if meaning.sinks is None else float(meaning.sinks[head])
-        for row in range(q_len):
-            keys = np.flatnonzero(seen[row])
-            logits = score[row, keys]
-            top = max(sink, logits.max(initial=-np.inf))
-            if top == -np.inf:
-                continue
-            weights = np.exp(logits - top)
-            total = weights.sum() + np.exp(sink - top)
-            lse[row, head] = top + np.log(total)
-            weights = weights / total
-            out[row, head] = weights @ v[keys, kv_head]
-            sum_of_terms[row, head] = weights @ np.abs(v[keys, kv_head])
-            norm_of_terms[row, head] = np.sqrt(weights**2 @ v[keys, kv_head] ** 2)
-            score_size[row, head] = size[row, keys].max(initial=0.0)
+        logits = np.where(seen, score, -np.inf)
+        top = np.maximum(sink, logits.max(axis=1, initial=-np.inf))
+        rows = top > -np.inf
+        weights = np.exp(logits[rows] - top[rows, None])
+        total = weights.sum(axis=1) + np.exp(sink - top[rows])
+        weights /= total[:, None]
+        values = v[:, kv_head]
+        out[rows, head] = weights @ values
+        lse[rows, head] = top[rows] + np.log(total)
+        sum_of_terms[rows, head] = weights @ np.abs(values)
+        norm_of_terms[rows, head] = np.sqrt(weights**2 @ values**2)
+        score_size[:, head] = np.where(seen, size, 0.0).max(axis=1, initial=0.0)
     return Answer(
         out=out,
         lse=lse,
