@@ -7,6 +7,8 @@ never ask for the layout.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -48,7 +50,7 @@ def allocate(
         )
     order = layout.value
     shape = (len(storages), num_blocks, *_page(first)[:3])
-    memory = torch.zeros([shape[dim] for dim in order], dtype=first.dtype, device=device)
+    memory = _zeros([shape[dim] for dim in order], first.dtype, device)
     layers = memory.permute([order.index(dim) for dim in range(5)]).unbind(0)
     return [[layer] * len(specs) for specs, layer in zip(storages, layers, strict=True)]
 
@@ -82,8 +84,21 @@ def allocate_old_generation(
             f"{backend.__name__}: stride order {order} is not a permutation of the "
             f"{len(shape)} dimensions of its cache shape {tuple(shape)}"
         )
-    storage = torch.zeros([shape[dim] for dim in order], dtype=spec.dtype, device=device)
+    storage = _zeros([shape[dim] for dim in order], spec.dtype, device)
     return storage.permute([order.index(dim) for dim in range(len(shape))])
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeroed memory; on a CPU such that a page takes room when it is first written.
+
+    torch.zeros writes every byte: 4 GiB take seconds and are gone although a run uses a few pages.
+    A private anonymous mapping is zero by definition.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes == 0 or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _page(spec: AttentionSpec) -> tuple[int, int, int, torch.dtype]:
@@ -98,7 +113,7 @@ def _views(
     order = [dim - 1 for dim in layout.value[1:]]
     if first.page_size_padded is None and all(_page(spec) == _page(first) for spec in specs):
         shape = (num_blocks, *_page(first)[:3])
-        memory = torch.zeros([shape[dim] for dim in order], dtype=first.dtype, device=device)
+        memory = _zeros([shape[dim] for dim in order], first.dtype, device)
         return [memory.permute([order.index(dim) for dim in range(4)])] * len(specs)
     page_bytes = first.page_size_bytes
     if not layout.is_block_contiguous or any(page_bytes % s.dtype.itemsize for s in specs):
@@ -106,7 +121,7 @@ def _views(
             f"pages of {page_bytes} bytes that are padded or seen in several shapes need layout HND "
             f"or NHD and whole elements, but the layout is {layout.name}"
         )
-    memory = torch.zeros(num_blocks * page_bytes, dtype=torch.uint8, device=device)
+    memory = _zeros([num_blocks * page_bytes], torch.uint8, device)
     return [_view(memory, spec, num_blocks, order) for spec in specs]
 
 
