@@ -1,16 +1,18 @@
-"""The torch path: attention of one request in blocked matrix products, where no C compiler is.
+"""The torch path: attention in blocked matrix products, where no C compiler is.
 
-In: the queries of one request, a way to read its keys and values, the layer's variant. Out: its rows
-of output and LSE. Heads of a group and tokens are rows of one matrix; blocks that no row may see are
-skipped; an online softmax in float32 joins the blocks, so nothing grows with queries times keys.
+In: a batch's queries, its requests with a way to read the keys and values of each, the layer's
+variant. Out: rows of output and LSE. Heads of a group and tokens are rows of one matrix; blocks that
+no row may see are skipped; an online softmax in float32 joins the blocks, so nothing grows with
+queries times keys.
 
 A request is computed by itself, with shapes that depend on it alone: batch mates cannot change it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,32 +22,36 @@ QUERY_BLOCK = 128
 KEY_BLOCK = 512
 """128 x 512 measured fastest of 64..256 x 512..1024 for 32/8 heads of 128 on two Zen cores."""
 
-ReadKV = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
-"""(start, end) -> keys and values of those positions, (num_kv_heads, end - start, size) each."""
-
 _LOWEST = torch.finfo(torch.float32).min
 """Stands for the largest of no scores: exp(-inf - _LOWEST) is 0, where exp(-inf + inf) is NaN."""
 
+ReadKV = Callable[[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
+"""(start, end, dtype) -> keys and values of those positions, (num_kv_heads, end - start, size) each."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class Visibility:
-    """Which keys each query of a request sees: one span per query.
+class Request:
+    """One request of a batch; each of its queries sees one span of its keys.
 
     Attributes:
-        kv_len: keys of the request.
-        first: absolute position of its first query; may be negative.
+        start: its first row in the batch's tensors.
+        q_len: its queries, at least 1; the last one stands on the last key.
+        kv_len: its keys.
         causal: queries do not see what comes after them.
         window: keys seen to the left, the query's own included, and without `causal` to the right.
+        read: its keys and values; asked for each position at most once.
     """
 
+    start: int
+    q_len: int
     kv_len: int
-    first: int
     causal: bool
     window: int | None
+    read: ReadKV
 
     def span(self, query: int) -> tuple[int, int]:
-        """Keys [lo, hi) that a query of the request sees; lo >= hi: none."""
-        position = self.first + query
+        """Keys [lo, hi) that a query sees; lo >= hi: none."""
+        position = self.kv_len - self.q_len + query
         lo, hi = 0, self.kv_len
         if self.causal:
             hi = min(hi, position + 1)
@@ -56,66 +62,49 @@ class Visibility:
         return lo, hi
 
 
-@dataclass(kw_only=True)
-class _Block:
-    """The running softmax of a block of queries; rows are (token, head of the group) pairs.
+class _Sums(NamedTuple):
+    """The running softmax of some tokens, (num_kv_heads, group, tokens, ...).
 
     Attributes:
-        tokens: first and last + 1 token of the request.
-        query: (num_kv_heads, group * tokens, head_size).
-        largest: (num_kv_heads, group * tokens, 1) largest score; None: no key seen yet.
-        denominator: the same shape.
-        values: (num_kv_heads, group * tokens, head_size_v) weighted sums.
+        largest: score so far, last dimension 1.
+        denominator: last dimension 1.
+        values: weighted sums, last dimension head_size_v.
     """
 
-    tokens: tuple[int, int]
-    query: torch.Tensor
-    largest: torch.Tensor | None = None
-    denominator: torch.Tensor | None = None
-    values: torch.Tensor | None = None
+    largest: torch.Tensor
+    denominator: torch.Tensor
+    values: torch.Tensor
 
 
-def attend_request(
+def attend(
     query: torch.Tensor,
-    read: ReadKV,
+    requests: Iterable[Request],
     num_kv_heads: int,
-    visibility: Visibility,
     variant: AttentionVariant,
     output: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """Fill one request's rows of output and LSE.
+    """Fill the rows of a batch's own tokens, without padding.
 
     Args:
-        query: (q_len, num_heads, head_size), q_len >= 1.
-        read: its keys and values, in any dtype; asked for each position at most once.
-        output: (q_len, num_heads, head_size_v).
-        lse: float32 (q_len, num_heads), or None.
+        query: (num_tokens, num_heads, head_size).
+        requests: whose rows make up the tokens, in the order of their rows.
+        output: (num_tokens, num_heads, head_size_v).
+        lse: float32 (num_tokens, num_heads), or None.
     """
-    q_len, _, head_size = query.shape
-    dtype = _matmul_dtype(query.dtype, q_len)
-    # (num_kv_heads, group, q_len, head_size), so that a block of tokens is a slice.
-    rows = query.to(dtype).view(q_len, num_kv_heads, -1, head_size).permute(1, 2, 0, 3)
-    blocks = [
-        _Block(
-            tokens=(i, min(i + QUERY_BLOCK, q_len)),
-            query=rows[:, :, i : i + QUERY_BLOCK].reshape(num_kv_heads, -1, head_size),
-        )
-        for i in range(0, q_len, QUERY_BLOCK)
-    ]
-    lowest, highest = visibility.span(0)[0], visibility.span(q_len - 1)[1]
-    for base in range(lowest - lowest % KEY_BLOCK, highest, KEY_BLOCK):
-        start, end = max(base, lowest), min(base + KEY_BLOCK, highest)
-        keys, values = (x.to(dtype) for x in read(start, end))
-        for block in blocks:
-            first, last = block.tokens[0], block.tokens[1] - 1
-            lo, hi = max(start, visibility.span(first)[0]), min(end, visibility.span(last)[1])
-            if lo < hi:
-                part = slice(lo - start, hi - start)
-                _add_keys(block, keys[:, part], values[:, part], lo, visibility, variant)
-    for block in blocks:
-        tokens = slice(*block.tokens)
-        _finish(block, variant, output[tokens], None if lse is None else lse[tokens])
+    num_tokens, num_heads, head_size = query.shape
+    group = num_heads // num_kv_heads
+    rows: dict[torch.dtype, torch.Tensor] = {}
+    blocks: list[_Sums] = []
+    for request in requests:
+        dtype = _matmul_dtype(query.dtype, request.q_len)
+        if dtype not in rows:
+            by_head = query.to(dtype).view(num_tokens, num_kv_heads, group, head_size)
+            rows[dtype] = by_head.permute(1, 2, 0, 3)
+        blocks += _attend_request(rows[dtype], request, variant, output.shape[2])
+    if blocks:
+        sums = _Sums(*(torch.cat(parts, dim=2) for parts in zip(*blocks, strict=True)))
+        _finish(sums, variant.sinks, output, lse)
 
 
 def _matmul_dtype(dtype: torch.dtype, q_len: int) -> torch.dtype:
@@ -128,60 +117,122 @@ def _matmul_dtype(dtype: torch.dtype, q_len: int) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
+def _attend_request(
+    rows: torch.Tensor, request: Request, variant: AttentionVariant, head_size_v: int
+) -> list[_Sums]:
+    """The sums of each block of a request's queries, over all keys these see.
+
+    Args:
+        rows: (num_kv_heads, group, num_tokens, head_size), of the whole batch.
+    """
+    starts = range(0, request.q_len, QUERY_BLOCK)
+    blocks: list[_Sums | None] = [None] * len(starts)
+    lowest, highest = request.span(0)[0], request.span(request.q_len - 1)[1]
+    for base in range(lowest - lowest % KEY_BLOCK, highest, KEY_BLOCK):
+        start, end = max(base, lowest), min(base + KEY_BLOCK, highest)
+        keys, values = request.read(start, end, rows.dtype)
+        for i, first in enumerate(starts):
+            last = min(first + QUERY_BLOCK, request.q_len)
+            (first_lo, first_hi), (last_lo, last_hi) = request.span(first), request.span(last - 1)
+            lo, hi = max(start, first_lo), min(end, last_hi)
+            if lo >= hi:
+                continue
+            ahead = mask = None
+            masked = last_lo > lo or first_hi < hi
+            if masked or variant.alibi_slopes is not None:
+                position = request.kv_len - request.q_len + torch.arange(first, last)
+                ahead = torch.arange(lo, hi) - position[:, None]
+                mask = _mask(ahead, request) if masked else None
+            whole = (lo, hi) == (start, end)
+            blocks[i] = _add_keys(
+                blocks[i],
+                rows[:, :, request.start + first : request.start + last],
+                keys if whole else keys[:, lo - start : hi - start],
+                values if whole else values[:, lo - start : hi - start],
+                ahead,
+                mask,
+                variant,
+            )
+    num_kv_heads, group, _, _ = rows.shape
+    return [
+        _no_keys(num_kv_heads, group, min(QUERY_BLOCK, request.q_len - first), head_size_v)
+        if sums is None
+        else sums
+        for sums, first in zip(blocks, starts, strict=True)
+    ]
+
+
+def _no_keys(num_kv_heads: int, group: int, num_tokens: int, head_size_v: int) -> _Sums:
+    shape = (num_kv_heads, group, num_tokens)
+    return _Sums(
+        torch.full((*shape, 1), _LOWEST), torch.zeros(*shape, 1), torch.zeros(*shape, head_size_v)
+    )
+
+
+def _mask(ahead: torch.Tensor, request: Request) -> torch.Tensor:
+    """Bool (tokens, keys): the key, `ahead` of the query, is seen."""
+    mask = torch.ones_like(ahead, dtype=torch.bool)
+    if request.causal:
+        mask &= ahead <= 0
+    if request.window is not None:
+        mask &= ahead > -request.window
+        if not request.causal:
+            mask &= ahead < request.window
+    return mask
+
+
 def _add_keys(
-    block: _Block,
+    sums: _Sums | None,
+    query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    first_key: int,
-    visibility: Visibility,
+    ahead: torch.Tensor | None,
+    mask: torch.Tensor | None,
     variant: AttentionVariant,
-) -> None:
-    """Let a block of queries attend to keys from position `first_key` on."""
-    num_kv_heads, num_keys, _ = keys.shape
-    num_tokens = block.tokens[1] - block.tokens[0]
-    shape = (num_kv_heads, -1, num_tokens, num_keys)
-    score = torch.bmm(block.query, keys.transpose(1, 2)).float() * variant.scale
+) -> _Sums:
+    """The sums of a block of queries over one more block of keys.
+
+    Args:
+        sums: before, consumed; None: over no keys.
+        query: (num_kv_heads, group, tokens, head_size).
+        keys: (num_kv_heads, num_keys, head_size).
+        values: (num_kv_heads, num_keys, head_size_v).
+        ahead: int64 (tokens, num_keys), key position minus query position; None where not needed.
+        mask: bool, the same shape: seen; None: all are.
+    """
+    num_kv_heads, group, num_tokens, _ = query.shape
+    shape = (num_kv_heads, group, num_tokens, -1)
+    score = torch.bmm(query.reshape(num_kv_heads, group * num_tokens, -1), keys.transpose(1, 2))
+    score = (score.float() * variant.scale).view(shape)
     if variant.logits_soft_cap is not None:
         score.div_(variant.logits_soft_cap).tanh_().mul_(variant.logits_soft_cap)
-    mask = None
-    spans = [visibility.span(token) for token in (block.tokens[0], block.tokens[1] - 1)]
-    masked = spans[1][0] > first_key or spans[0][1] < first_key + num_keys
-    if masked or variant.alibi_slopes is not None:
-        position = visibility.first + torch.arange(*block.tokens)
-        ahead = torch.arange(first_key, first_key + num_keys) - position[:, None]
-        if variant.alibi_slopes is not None:
-            distance = -(-ahead).clamp(min=0).sqrt() if variant.use_alibi_sqrt else ahead
-            slopes = variant.alibi_slopes.view(num_kv_heads, -1, 1, 1)
-            score.view(shape).add_(slopes * distance)
-        if masked:
-            mask = torch.ones_like(ahead, dtype=torch.bool)
-            if visibility.causal:
-                mask &= ahead <= 0
-            if visibility.window is not None:
-                mask &= ahead > -visibility.window
-                if not visibility.causal:
-                    mask &= ahead < visibility.window
-            score.view(shape).masked_fill_(~mask, -torch.inf)
-
+    if variant.alibi_slopes is not None:
+        assert ahead is not None
+        distance = -(-ahead).clamp(min=0).sqrt() if variant.use_alibi_sqrt else ahead
+        score.add_(variant.alibi_slopes.view(num_kv_heads, group, 1, 1) * distance)
+    if mask is not None:
+        score.masked_fill_(~mask, -torch.inf)
     largest = score.amax(-1, keepdim=True).clamp_(min=_LOWEST)
-    if block.largest is not None:
-        largest = torch.maximum(largest, block.largest)
+    if sums is not None:
+        largest = torch.maximum(largest, sums.largest)
     weights = score.sub_(largest).exp_()
-    total = weights.sum(-1, keepdim=True)
-    added = _weigh(weights, values, mask)
-    if block.largest is None:
-        block.denominator, block.values = total, added
-    else:
-        assert block.denominator is not None
-        assert block.values is not None
-        factor = (block.largest - largest).exp_()
-        block.denominator.mul_(factor).add_(total)
-        block.values.mul_(factor).add_(added)
-    block.largest = largest
+    denominator = weights.sum(-1, keepdim=True)
+    weighted = _weigh(weights.flatten(1, 2), values, mask).view(shape)
+    if sums is not None:
+        factor = (sums.largest - largest).exp_()
+        denominator.add_(sums.denominator.mul_(factor))
+        weighted.add_(sums.values.mul_(factor))
+    return _Sums(largest, denominator, weighted)
 
 
 def _weigh(weights: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """float32 weights @ values, where a value that is inf or NaN reaches only rows that see it."""
+    """float32 weights @ values, where a value that is inf or NaN reaches only rows that see it.
+
+    Args:
+        weights: (num_kv_heads, group * tokens, num_keys).
+        values: (num_kv_heads, num_keys, head_size_v).
+        mask: bool (tokens, num_keys); None: all see all.
+    """
     if mask is None or bool(torch.isfinite(values.sum(dtype=torch.float32))):
         return torch.bmm(weights.to(values.dtype), values).float()
     finite = torch.isfinite(values)
@@ -198,35 +249,18 @@ def _weigh(weights: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | Non
 
 
 def _finish(
-    block: _Block, variant: AttentionVariant, output: torch.Tensor, lse: torch.Tensor | None
+    sums: _Sums, sinks: torch.Tensor | None, output: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
-    """Join the sink, divide, and write (tokens, num_heads, ...) rows."""
-    num_tokens, num_heads, _ = output.shape
-    num_kv_heads = block.query.shape[0]
-    shape = (num_kv_heads, num_heads // num_kv_heads, num_tokens, -1)
-    sinks = None
-    if variant.sinks is not None:
-        sinks = variant.sinks.view(num_kv_heads, -1, 1, 1).expand(*shape[:3], 1)
-    if block.largest is None or block.denominator is None or block.values is None:
-        output.zero_()
-        if lse is not None:
-            lse.copy_(_by_token(sinks).squeeze(-1)) if sinks is not None else lse.fill_(-torch.inf)
-        return
-    largest, denominator, values = (
-        x.view(shape) for x in (block.largest, block.denominator, block.values)
-    )
+    """Join the sink, divide, and write (num_tokens, num_heads, ...) rows."""
+    largest, denominator, values = sums.largest, sums.denominator, sums.values
     if sinks is not None:
-        joined = torch.maximum(largest, sinks)
+        sink = sinks.view(*largest.shape[:2], 1, 1)
+        joined = torch.maximum(largest, sink)
         factor = (largest - joined).exp_()
-        denominator = denominator * factor + (sinks - joined).exp_()
+        denominator = denominator * factor + (sink - joined).exp_()
         values, largest = values * factor, joined
     # A row that saw no key has denominator 0 and values 0, or the sink's share alone.
     divisor = denominator.masked_fill(denominator == 0, 1)
-    output.copy_(_by_token(values / divisor))
+    output.copy_((values / divisor).permute(2, 0, 1, 3).flatten(1, 2))
     if lse is not None:
-        lse.copy_(_by_token(largest + denominator.log()).squeeze(-1))
-
-
-def _by_token(x: torch.Tensor) -> torch.Tensor:
-    """(num_kv_heads, group, tokens, size) as (tokens, num_heads, size)."""
-    return x.permute(2, 0, 1, 3).flatten(1, 2)
+        lse.copy_((largest + denominator.log()).permute(2, 0, 1, 3).flatten(1))

@@ -1,0 +1,102 @@
+"""Random layers and batches on both paths against the kit's float64 oracle, and long contexts.
+
+The kit's own table is judged elsewhere, on the path this machine has; here shapes are drawn that no
+table would list, and contexts long enough to be split over threads.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from attnkit.conformance.case import Case
+from attnkit.conformance.checks import check_case
+from attnkit.conformance.laws import LAWS
+from attnkit.conformance.subject import Subject
+from attnkit.contract import AttentionType, KVCacheLayout
+
+FORMATS = ("auto", "float32", "bfloat16", "float16")
+
+
+def random_case(seed: int) -> Case:
+    """Any layer and batch the backend says yes to, small."""
+    draw = random.Random(seed)
+    attn_type = draw.choice([AttentionType.DECODER] * 4 + [AttentionType.ENCODER_ONLY])
+    cacheless = attn_type is AttentionType.ENCODER_ONLY
+    num_reqs = draw.randint(1, 5)
+    query_lens = [draw.choice([0, 1, 1, 1, 2, 5, 37]) for _ in range(num_reqs)]
+    context = [0 if cacheless else draw.choice([0, 1, 30, 31, 32, 33, 64, 90]) for _ in query_lens]
+    seq_lens = [q + c if q else 0 for q, c in zip(query_lens, context, strict=True)]
+    num_kv_heads = draw.choice([1, 2, 3])
+    head_size = draw.choice([1, 3, 8, 16, 20, 32, 33, 64, 80, 96, 128])
+    return Case(
+        name=f"random-{seed}",
+        query_lens=tuple(query_lens),
+        seq_lens=tuple(seq_lens),
+        num_heads=num_kv_heads * draw.choice([1, 2, 3, 4, 5, 9]),
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        head_size_v=draw.choice([head_size, head_size, 1, 24, 64]),
+        dtype=draw.choice([torch.float32, torch.bfloat16, torch.float16]),
+        kv_cache_dtype="auto" if cacheless else draw.choice(FORMATS),
+        block_size=draw.choice([1, 3, 7, 16, 64]),
+        layout=draw.choice(list(KVCacheLayout)),
+        causal=draw.choice([True, True, False]),
+        sliding_window=draw.choice([None, None, 1, 5, 33]),
+        logits_soft_cap=draw.choice([None, None, 3.0]),
+        alibi=(alibi := draw.choice([False, False, True])),
+        alibi_sqrt=alibi and draw.choice([False, True]),
+        sinks=draw.choice([False, True]),
+        attn_type=attn_type,
+        return_lse=draw.choice([False, True]),
+        padding_tokens=draw.choice([0, 3]),
+        padding_reqs=draw.choice([0, 2]),
+        query_gain=draw.choice([0.0, 1.0, 30.0]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_layers_match_float64(subject: Subject, seed: int) -> None:
+    check_case(subject, random_case(seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"sliding_window": 600},
+        {"sliding_window": 600, "freed_window": True, "sinks": True},
+        {"logits_soft_cap": 5.0, "alibi": True},
+        {"causal": False},
+        {"causal": False, "sliding_window": 400},
+    ],
+    ids=lambda f: "+".join(f) or "plain",
+)
+def test_long_contexts_match_float64(
+    subject: Subject, features: dict[str, object], dtype: torch.dtype
+) -> None:
+    """Contexts around and past the length at which keys are cut for the threads, and queries of
+    more rows than one unit has."""
+    case = Case(
+        name="long",
+        query_lens=(1, 5, 1, 1, 20, 1),
+        seq_lens=(511, 512, 513, 1025, 1100, 1536),
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=32,
+        head_size_v=64,
+        block_size=16,
+        dtype=dtype,
+        return_lse=True,
+        **features,  # type: ignore[arg-type]
+    )
+    check_case(subject, case)
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_laws_hold_in_torch(torch_subject: Subject, name: str) -> None:
+    """The kit judges the native path where there is a compiler; the other one must obey as well."""
+    LAWS[name](torch_subject)

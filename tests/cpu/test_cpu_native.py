@@ -1,0 +1,178 @@
+"""The native library is built once and kept, and when it cannot be, torch serves and says why, once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from attnkit.backends.cpu import native
+from attnkit.backends.cpu.native import native_kernels, native_status
+from attnkit.conformance.case import Case
+from attnkit.conformance.checks import check_case
+from attnkit.conformance.subject import Subject
+from attnkit.errors import ConfigurationError
+
+CASE = Case(name="cpu-native", query_lens=(1, 5), seq_lens=(33, 5), return_lse=True)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Each test decides anew, with a cache of its own."""
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(directory))
+    for name in ("ATTNKIT_CPU_NATIVE", "CC"):
+        monkeypatch.delenv(name, raising=False)
+    native._decide.cache_clear()
+    yield directory
+    native._decide.cache_clear()
+
+
+@pytest.fixture
+def compiler() -> str:
+    """Path of the C compiler; without one there is nothing to test."""
+    try:
+        return native._compiler()
+    except native._Unavailable as absent:
+        pytest.skip(str(absent))
+
+
+def expect_torch_serves(because: str) -> None:
+    """One warning with the cause, the same in the status, and right answers."""
+    with pytest.warns(RuntimeWarning, match=because) as caught:
+        assert native_kernels() is None
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native_status().startswith("torch: ")
+        check_case(Subject.of("cpu"), CASE)
+
+
+def script(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "compiler"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_library_is_built_once_and_kept(cache: Path, compiler: str) -> None:
+    assert native_kernels() is not None
+    assert native_status().startswith(f"native: {cache}")
+    (library,) = cache.glob("cpu/*")
+    built = library.stat().st_mtime_ns
+    check_case(Subject.of("cpu"), CASE)
+    native._decide.cache_clear()
+    assert native_kernels() is not None
+    assert [p.stat().st_mtime_ns for p in cache.glob("cpu/*")] == [built]
+
+
+def test_a_damaged_library_is_built_again(cache: Path, compiler: str) -> None:
+    path = native._library_path()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"\x7fELF, but no more than that")
+    assert native_kernels() is not None
+    check_case(Subject.of("cpu"), CASE)
+
+
+def test_two_processes_may_build_at_once(cache: Path, compiler: str) -> None:
+    program = "from attnkit.backends.cpu.native import native_status; print(native_status())"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", program], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    for process in processes:
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        assert out.startswith(f"native: {cache}")
+    assert [p.suffix for p in cache.glob("cpu/*")] == [".so"]
+
+
+def test_other_source_flags_or_processors_are_other_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str
+) -> None:
+    paths = {native._library_path()}
+    for name, value in (
+        ("FLAGS", (*native.FLAGS, "-g")),
+        ("SOURCE", Path(script(tmp_path, "int main;"))),
+        ("_processor", lambda: "another"),
+    ):
+        monkeypatch.setattr(native, name, value)
+        paths.add(native._library_path())
+    monkeypatch.setenv("CC", script(tmp_path, "exit 1"))
+    paths.add(native._library_path())
+    assert len(paths) == 5
+
+
+def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    expect_torch_serves("no C compiler")
+
+
+def test_a_named_compiler_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    expect_torch_serves("no-such-compiler is not in PATH")
+
+
+def test_a_compiler_that_fails_is_quoted(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CC", script(tmp_path, "echo 'no such flag' >&2; exit 3"))
+    expect_torch_serves("could not compile decode.c .no such flag")
+    assert not list(cache.glob("cpu/*"))
+
+
+def test_a_compiler_that_writes_rubbish_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CC", script(tmp_path, "exit 0"))
+    expect_torch_serves("cannot be loaded")
+
+
+def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native, "BUILD_SECONDS", 0.1)
+    monkeypatch.setenv("CC", script(tmp_path, "exec sleep 5"))
+    expect_torch_serves("could not be run")
+
+
+@pytest.mark.parametrize("where", ["a file", "/proc/attnkit"])
+def test_a_cache_that_cannot_be_written_leaves_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str, where: str
+) -> None:
+    if where == "a file":
+        where = str(tmp_path / "file")
+        Path(where).touch()
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", where)
+    expect_torch_serves("cannot be written")
+
+
+def test_the_switch_is_silent_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNKIT_CPU_NATIVE", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native_kernels() is None
+    assert "ATTNKIT_CPU_NATIVE=0" in native_status()
+    check_case(Subject.of("cpu"), CASE)
+    native._decide.cache_clear()
+    monkeypatch.setenv("ATTNKIT_CPU_NATIVE", "yes")
+    with pytest.raises(ConfigurationError, match="ATTNKIT_CPU_NATIVE=yes"):
+        native_status()
+
+
+def test_no_second_openmp_runtime_is_loaded(compiler: str) -> None:
+    """Two runtimes' waiting threads take each other's cores."""
+
+    def runtimes() -> set[str]:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return {line.split()[-1] for line in lines if "omp" in line.split()[-1].split("/")[-1]}
+
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("this system does not list its loaded libraries")
+    before = runtimes()
+    assert native_kernels() is not None
+    assert runtimes() == before
