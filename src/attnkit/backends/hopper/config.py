@@ -1,0 +1,85 @@
+"""What a kernel is compiled for: one frozen value per kernel, made by `tuning` and read on the device.
+
+In: nothing. Out: `PrefillConfig` and `DecodeConfig`, passed to the kernels as a single constant each.
+Equal values share a compiled kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreConfig:
+    """Which parts of a layer's score and mask a kernel has; the numbers come at run time.
+
+    Attributes:
+        linear: a score is q.k times one positive factor, which the softmax applies.
+        soft_cap: scores go through cap * tanh(score / cap).
+        alibi: 0 none, 1 slope * distance, 2 the square-root form.
+        window: queries see a window of keys only.
+        sinks: each head has one more logit in its denominator.
+        lse: the log-sum-exp of each row is written.
+    """
+
+    linear: bool = True
+    soft_cap: bool = False
+    alibi: int = 0
+    window: bool = False
+    sinks: bool = False
+    lse: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """What both kernels are compiled for.
+
+    Attributes:
+        score: see there.
+        head_size: 64, 128 or 256.
+        group_size: query heads per KV head.
+        pack: rows of a tile that a query token takes: heads of one group side by side. A power of two.
+        page_size: keys in a page.
+        block_n: keys in a tile, a power of two.
+        rows: keys in a box, the most that divide page and tile.
+        stages: K and V tiles in a ring, each; for prefill a power of two.
+        maxnreg: registers of a thread before roles trade them.
+        consumer_registers: of a thread of a consumer, after that.
+        producer_registers: of a thread of a producer.
+    """
+
+    score: ScoreConfig
+    head_size: int
+    group_size: int
+    pack: int
+    page_size: int
+    block_n: int
+    rows: int
+    stages: int
+    maxnreg: int
+    consumer_registers: int
+    producer_registers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(KernelConfig):
+    """What the prefill kernel is compiled for.
+
+    Attributes:
+        num_consumers: warpgroups that attend, of 64 rows each.
+        turns: consumers issue their products one after the other.
+    """
+
+    num_consumers: int
+    turns: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(KernelConfig):
+    """What the decode kernel is compiled for; `pack` is the group size rounded up.
+
+    Attributes:
+        q_in_registers: Q is read out of shared memory at once, so that the next piece's can follow.
+    """
+
+    q_in_registers: bool

@@ -1,0 +1,576 @@
+"""The decode kernel: requests with few queries against long contexts, shared out evenly.
+
+In: packed queries, the paged pool, and pieces of work (`decode_plan`): all K/V tiles of the batch in
+one row, cut into one equal share for each program. Out: output and LSE. Device code;
+`launch.launch_decode` starts it.
+
+A unit is one request, KV head and tile of up to 64 rows (query tokens times the heads of the group). A
+program walks through the pieces of its share: whole units, and the ends of units that it shares with
+its neighbours. A unit in several pieces leaves its states in memory, and whoever comes last folds them,
+eight at a time and always in the order of the keys, so the bits do not depend on who came last.
+
+One warp copies K and Q, one copies V, one warpgroup attends. The copies run ahead over the borders
+between pieces, so memory is never idle.
+"""
+
+# ruff: noqa: RUF005, SIM102 (device code: tuples grow by +, and `if` on a constant stands alone)
+
+from attnkit.backends.hopper.gluon_api import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from attnkit.backends.hopper.tile import (
+    copy_tile,
+    finish_rows,
+    first_key_of,
+    online_softmax,
+    pages_of_tile,
+    visible_scores,
+    zero_before_window,
+    zero_past_end,
+)
+
+RADIX = gl.constexpr(8)
+"""States that are folded at once. Their loads are in flight together: 32 registers a thread."""
+
+
+@gluon.jit
+def read_piece(pieces_ptr, i):
+    """Record i of `decode_plan`: request, first token, KV head, number of tokens, position and reach of
+    the first token, keys of the request, first K/V tile and number of them."""
+    record = pieces_ptr + i * 16
+    return (
+        gl.load(record),
+        gl.load(record + 1),
+        gl.load(record + 2),
+        gl.load(record + 3),
+        gl.load(record + 4),
+        gl.load(record + 5),
+        gl.load(record + 6),
+        gl.load(record + 7),
+        gl.load(record + 8),
+    )
+
+
+@gluon.jit
+def read_split(pieces_ptr, i):
+    """The rest of record i: which piece of its unit it is, of how many, and the first one's program."""
+    record = pieces_ptr + i * 16
+    return gl.load(record + 9), gl.load(record + 10), gl.load(record + 11)
+
+
+@gluon.jit
+def my_share(share_ptr):
+    """First and end of this program's K/V tiles, counted over the batch, and its first piece."""
+    me = gl.program_id(0)
+    size = gl.load(share_ptr)
+    total = gl.load(share_ptr + 1)
+    piece = me + gl.load(share_ptr + 16 + me, mask=me * size < total, other=0)
+    return me * size, gl.minimum(me * size + size, total), piece
+
+
+@gluon.jit
+def produce(
+    LOADS_Q: gl.constexpr,
+    CONFIG: gl.constexpr,
+    desc,
+    buffer,
+    full,
+    empty,
+    q_desc,
+    q_buffer,
+    q_full,
+    q_empty,
+    share_ptr,
+    pieces_ptr,
+    table_ptr,
+    table_stride,
+    num_pages,
+    window,
+):
+    """One warp that feeds K (and Q) or V. Pages of the next tile are looked up one tile ahead."""
+    STRIPS: gl.constexpr = CONFIG.head_size // 64
+    at, end, piece = my_share(share_ptr)
+    step = 0
+    num_done = 0
+    while at < end:
+        request, token, kv_head, num_tokens, position, reach, num_keys, first_tile, num_tiles = (
+            read_piece(pieces_ptr, piece)
+        )
+        table = table_ptr + request.to(gl.int64) * table_stride
+        end_key = gl.maximum(gl.minimum(position + reach + num_tokens, num_keys), 0)
+        end_page = (end_key + CONFIG.page_size - 1) // CONFIG.page_size
+        first_page = first_key_of(position, window, CONFIG) // CONFIG.page_size
+        pages = pages_of_tile(table, first_tile, first_page, end_page, num_pages, CONFIG)
+        for n in range(0, num_tiles):
+            tile = first_tile + n
+            slot = step % CONFIG.stages
+            now = pages
+            # Past the last tile this finds pages that nobody copies.
+            pages = pages_of_tile(table, tile + 1, first_page, end_page, num_pages, CONFIG)
+            mbarrier.wait(empty.index(slot), ((step // CONFIG.stages) & 1) ^ 1)
+            copy_tile(desc, buffer, full.index(slot), now, tile, kv_head, slot, CONFIG)
+            if LOADS_Q:
+                if n == 0:
+                    mbarrier.wait(q_empty, (num_done & 1) ^ 1)
+                    mbarrier.expect(q_full, 64 * STRIPS * 128)
+                    for c in gl.static_range(STRIPS):
+                        tma_load(q_desc, [token, kv_head, 0, c * 64], q_full, q_buffer.index(c))
+            step += 1
+        at += num_tiles
+        piece += 1
+        num_done += 1
+
+
+@gluon.jit
+def place_of_state(split, first_program):
+    """Where a piece leaves its state. A program has at most two pieces of shared units: the end of one,
+    and the beginning of another."""
+    return 2 * (first_program + split) + gl.where(split == 0, 1, 0)
+
+
+@gluon.jit
+def store_out(
+    CONFIG: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    acc,
+    top,
+    total,
+    row,
+    token,
+    kv_head,
+    num_tokens,
+    log2_scale,
+    out_ptr,
+    out_stride_token,
+    out_stride_head,
+    lse_ptr,
+    lse_stride_token,
+    sinks_ptr,
+):
+    """Finish rows and write them, and their LSE. `row` and states are slices of LAYOUT."""
+    HEAD_SIZE: gl.constexpr = CONFIG.head_size
+    head = kv_head * CONFIG.group_size + row % CONFIG.pack
+    row_token = row // CONFIG.pack
+    live = (row_token < num_tokens) & (row % CONFIG.pack < CONFIG.group_size)
+    sinks = top
+    if CONFIG.score.sinks:
+        sinks = gl.load(sinks_ptr + head, mask=live, other=0.0)
+    factor, lse = finish_rows(top, total, sinks, log2_scale, CONFIG)
+    where = (token + row_token).to(gl.int64)
+    if CONFIG.score.lse:
+        gl.store(lse_ptr + where * lse_stride_token + head, lse, mask=live)
+    column = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, LAYOUT))
+    where = where * out_stride_token + head * out_stride_head
+    out = (acc * gl.expand_dims(factor, 1)).to(out_ptr.dtype.element_ty)
+    pointers = out_ptr + gl.expand_dims(where, 1) + gl.expand_dims(column, 0)
+    gl.store(pointers, out, mask=gl.expand_dims(live, 1))
+
+
+@gluon.jit
+def fold_states(
+    CONFIG: gl.constexpr,
+    FOLD_LAYOUT: gl.constexpr,
+    row,
+    live,
+    states_ptr,
+    sums_ptr,
+    first_program,
+    split,
+    stride,
+    count,
+    log2_scale,
+):
+    """Fold up to RADIX states of some rows, in the order of their keys.
+
+    Returns:
+        accumulated values, maximum and sum of the rows.
+    """
+    HEAD_SIZE: gl.constexpr = CONFIG.head_size
+    column = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, FOLD_LAYOUT))
+    accs = ()
+    tops = ()
+    totals = ()
+    for i in gl.static_range(RADIX):
+        there = live & (i < count)
+        place = place_of_state(split + i * stride, first_program).to(gl.int64) * 64 + row
+        tops = tops + (
+            gl.load(sums_ptr + place * 2, mask=there, other=float("-inf"), cache_modifier=".cg"),
+        )
+        totals = totals + (
+            gl.load(sums_ptr + place * 2 + 1, mask=there, other=0.0, cache_modifier=".cg"),
+        )
+        pointers = gl.expand_dims(states_ptr + place * HEAD_SIZE, 1) + gl.expand_dims(column, 0)
+        accs = accs + (
+            gl.load(pointers, mask=gl.expand_dims(there, 1), other=0.0, cache_modifier=".cg"),
+        )
+    top = tops[0]
+    for i in gl.static_range(1, RADIX):
+        top = gl.maximum(top, tops[i])
+    base = gl.where(top == float("-inf"), 0.0, top * log2_scale)
+    fade = gl.exp2(tops[0] * log2_scale - base)
+    total = totals[0] * fade
+    acc = accs[0] * gl.expand_dims(fade, 1)
+    for i in gl.static_range(1, RADIX):
+        fade = gl.exp2(tops[i] * log2_scale - base)
+        total = total + totals[i] * fade
+        acc = acc + accs[i] * gl.expand_dims(fade, 1)
+    return acc, top, total
+
+
+@gluon.jit
+def merge_unit(
+    CONFIG: gl.constexpr,
+    split,
+    num_splits,
+    first_program,
+    token,
+    kv_head,
+    num_tokens,
+    log2_scale,
+    states_ptr,
+    sums_ptr,
+    counters_ptr,
+    num_states,
+    out_ptr,
+    out_stride_token,
+    out_stride_head,
+    lse_ptr,
+    lse_stride_token,
+    sinks_ptr,
+):
+    """Come to the tree of this unit's states with one more; fold what is complete, up to the output.
+
+    At each level RADIX neighbours form a group, counted at the place of its first. Whoever completes a
+    group resets its counter, folds it into that place and goes on as its one member of the next level.
+    """
+    LANES: gl.constexpr = 32 if CONFIG.head_size >= 128 else 16
+    WIDE: gl.constexpr = 2 if CONFIG.head_size == 256 else 1
+    ROWS: gl.constexpr = 512 // CONFIG.head_size
+    FOLD_LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 4], [32 // LANES, LANES], [4 // WIDE, WIDE], [1, 0]
+    )
+    HEAD_SIZE: gl.constexpr = CONFIG.head_size
+    stride = 1
+    level = 0
+    going = True
+    while going:
+        # All threads' states are written, then one thread says so.
+        barrier()
+        group = split // (RADIX * stride) * (RADIX * stride)
+        count = gl.minimum((num_splits - group + stride - 1) // stride, RADIX)
+        place = place_of_state(group, first_program)
+        counter_ptr = counters_ptr + level * num_states + place
+        num_before = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+        going = num_before == count - 1
+        if going:
+            gl.store(counter_ptr, 0)
+            is_whole = (group == 0) & (count * stride >= num_splits)
+            for first_row in range(0, num_tokens * CONFIG.pack, ROWS):
+                row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, FOLD_LAYOUT))
+                live = row < num_tokens * CONFIG.pack
+                acc, top, total = fold_states(
+                    CONFIG,
+                    FOLD_LAYOUT,
+                    row,
+                    live,
+                    states_ptr,
+                    sums_ptr,
+                    first_program,
+                    group,
+                    stride,
+                    count,
+                    log2_scale,
+                )
+                if is_whole:
+                    store_out(
+                        CONFIG,
+                        FOLD_LAYOUT,
+                        acc,
+                        top,
+                        total,
+                        row,
+                        token,
+                        kv_head,
+                        num_tokens,
+                        log2_scale,
+                        out_ptr,
+                        out_stride_token,
+                        out_stride_head,
+                        lse_ptr,
+                        lse_stride_token,
+                        sinks_ptr,
+                    )
+                else:
+                    column = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, FOLD_LAYOUT))
+                    where = place.to(gl.int64) * 64 + row
+                    pointers = gl.expand_dims(states_ptr + where * HEAD_SIZE, 1)
+                    pointers = pointers + gl.expand_dims(column, 0)
+                    gl.store(pointers, acc, mask=gl.expand_dims(live, 1))
+                    gl.store(sums_ptr + where * 2, top, mask=live)
+                    gl.store(sums_ptr + where * 2 + 1, total, mask=live)
+            split = group
+            stride = stride * RADIX
+            level += 1
+            going = going & (is_whole == 0)
+
+
+@gluon.jit
+def consume(
+    CONFIG: gl.constexpr,
+    q_tile,
+    k_tiles,
+    v_tiles,
+    v_boxes,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    share_ptr,
+    pieces_ptr,
+    states_ptr,
+    sums_ptr,
+    counters_ptr,
+    num_states,
+    out_ptr,
+    out_stride_token,
+    out_stride_head,
+    lse_ptr,
+    lse_stride_token,
+    slopes_ptr,
+    sinks_ptr,
+    window,
+    log2_scale,
+    score_factor,
+    cap_log2,
+):
+    """The warpgroup that attends for up to 64 rows of each piece."""
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    HEAD_SIZE: gl.constexpr = CONFIG.head_size
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
+    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    ACC_ROWS: gl.constexpr = gl.SliceLayout(1, ACC_LAYOUT)
+    row = gl.arange(0, 64, ROW_LAYOUT)
+    row_token = row // CONFIG.pack
+    factors = (log2_scale, score_factor, cap_log2)
+    at, end, piece = my_share(share_ptr)
+    step = 0
+    num_done = 0
+    while at < end:
+        _, token, kv_head, num_tokens, position, reach, num_keys, first_tile, num_tiles = (
+            read_piece(pieces_ptr, piece)
+        )
+        first_key = first_key_of(position, window, CONFIG)
+        sight = (row_token, position, reach, num_keys, window)
+        # Tiles from first_whole to end_whole are seen whole by all rows.
+        end_whole = gl.minimum(position + reach + 1, num_keys)
+        first_whole = first_key_of(position + num_tokens - 1, window, CONFIG)
+        slopes = row_token.to(gl.float32)
+        if CONFIG.score.alibi != 0:
+            in_group = row % CONFIG.pack
+            head = kv_head * CONFIG.group_size + in_group
+            slopes = gl.load(slopes_ptr + head, mask=in_group < CONFIG.group_size, other=0.0)
+            slopes = slopes * 1.4426950408889634
+        top = gl.full([64], float("-inf"), gl.float32, ROW_LAYOUT)
+        total = gl.zeros([64], gl.float32, ROW_LAYOUT)
+        acc = gl.zeros([64, HEAD_SIZE], gl.float32, ACC_LAYOUT)
+        mbarrier.wait(q_full, num_done & 1)
+        q = q_tile
+        if CONFIG.q_in_registers:
+            # So that the next piece's Q can be on its way from here on.
+            q = q_tile.load(Q_LAYOUT)
+            mbarrier.arrive(q_empty, count=1)
+        for n in range(0, num_tiles):
+            tile = first_tile + n
+            slot = step % CONFIG.stages
+            phase = (step // CONFIG.stages) & 1
+            mbarrier.wait(k_full.index(slot), phase)
+            s = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
+            s = warpgroup_mma(
+                q, k_tiles.index(slot).permute((1, 0)), s, use_acc=False, is_async=True
+            )
+            s = warpgroup_mma_wait(0, deps=(s,))
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            is_cut = tile * BLOCK_N + BLOCK_N > end_whole
+            if CONFIG.score.window:
+                is_cut = is_cut | (tile * BLOCK_N < first_whole)
+            if is_cut:
+                s = visible_scores(s, tile, sight, slopes, factors, S_LAYOUT, True, CONFIG)
+            else:
+                s = visible_scores(s, tile, sight, slopes, factors, S_LAYOUT, False, CONFIG)
+            weights, fade, top, total = online_softmax(s, top, total, log2_scale, True)
+            p = gl.convert_layout(weights.to(q_tile.dtype), P_LAYOUT)
+            acc = acc * gl.expand_dims(gl.convert_layout(fade, ACC_ROWS), 1)
+            mbarrier.wait(v_full.index(slot), phase)
+            zero_past_end(v_boxes, slot, tile, num_keys, CONFIG)
+            if CONFIG.score.window:
+                zero_before_window(v_boxes, slot, tile, first_key, CONFIG)
+            acc = warpgroup_mma(p, v_tiles.index(slot), acc, is_async=True)
+            acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+            mbarrier.arrive(v_empty.index(slot), count=1)
+            step += 1
+        if not CONFIG.q_in_registers:
+            mbarrier.arrive(q_empty, count=1)
+
+        split, num_splits, first_program = read_split(pieces_ptr, piece)
+        top = gl.convert_layout(top, ACC_ROWS)
+        total = gl.convert_layout(total, ACC_ROWS)
+        acc_row = gl.arange(0, 64, ACC_ROWS)
+        if num_splits == 1:
+            store_out(
+                CONFIG,
+                ACC_LAYOUT,
+                acc,
+                top,
+                total,
+                acc_row,
+                token,
+                kv_head,
+                num_tokens,
+                log2_scale,
+                out_ptr,
+                out_stride_token,
+                out_stride_head,
+                lse_ptr,
+                lse_stride_token,
+                sinks_ptr,
+            )
+        else:
+            live = acc_row < num_tokens * CONFIG.pack
+            where = place_of_state(split, first_program).to(gl.int64) * 64 + acc_row
+            column = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, ACC_LAYOUT))
+            pointers = gl.expand_dims(states_ptr + where * HEAD_SIZE, 1)
+            pointers = pointers + gl.expand_dims(column, 0)
+            gl.store(pointers, acc, mask=gl.expand_dims(live, 1))
+            gl.store(sums_ptr + where * 2, top, mask=live)
+            gl.store(sums_ptr + where * 2 + 1, total, mask=live)
+            merge_unit(
+                CONFIG,
+                split,
+                num_splits,
+                first_program,
+                token,
+                kv_head,
+                num_tokens,
+                log2_scale,
+                states_ptr,
+                sums_ptr,
+                counters_ptr,
+                num_states,
+                out_ptr,
+                out_stride_token,
+                out_stride_head,
+                lse_ptr,
+                lse_stride_token,
+                sinks_ptr,
+            )
+        at += num_tiles
+        piece += 1
+        num_done += 1
+
+
+@gluon.jit(
+    do_not_specialize=["num_pages", "window", "table_stride", "num_states"],
+    do_not_specialize_on_alignment=["share_ptr", "pieces_ptr", "table_ptr"],
+)
+def decode_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    share_ptr,
+    pieces_ptr,
+    table_ptr,
+    table_stride,
+    num_pages,
+    states_ptr,
+    sums_ptr,
+    counters_ptr,
+    num_states,
+    out_ptr,
+    out_stride_token,
+    out_stride_head,
+    lse_ptr,
+    lse_stride_token,
+    slopes_ptr,
+    sinks_ptr,
+    window,
+    log2_scale,
+    score_factor,
+    cap_log2,
+    CONFIG: gl.constexpr,
+):
+    """Set up rings and roles; see `launch.decode_call` for the arguments."""
+    DTYPE: gl.constexpr = q_desc.dtype
+    HEAD_SIZE: gl.constexpr = CONFIG.head_size
+    PACK: gl.constexpr = CONFIG.pack
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    ROWS: gl.constexpr = CONFIG.rows
+    STAGES: gl.constexpr = CONFIG.stages
+    STRIPS: gl.constexpr = HEAD_SIZE // 64
+    BOXES: gl.constexpr = STAGES * STRIPS * (BLOCK_N // ROWS)
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q_boxes = gl.allocate_shared_memory(DTYPE, [STRIPS, 64 // PACK, 1, PACK, 64], q_desc.layout)
+    k_boxes = gl.allocate_shared_memory(DTYPE, [BOXES, 1, 1, ROWS, 64], k_desc.layout)
+    v_boxes = gl.allocate_shared_memory(DTYPE, [BOXES, 1, 1, ROWS, 64], v_desc.layout)
+    q_tile = reinterpret(q_boxes, DTYPE, [64, HEAD_SIZE], MATRIX)
+    k_tiles = reinterpret(k_boxes, DTYPE, [STAGES, BLOCK_N, HEAD_SIZE], MATRIX)
+    v_tiles = reinterpret(v_boxes, DTYPE, [STAGES, BLOCK_N, HEAD_SIZE], MATRIX)
+
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=1)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(k_empty.index(s), count=1)
+        mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(v_empty.index(s), count=1)
+    fence_async_shared()
+    barrier()
+
+    consumer = (
+        q_tile,
+        k_tiles,
+        v_tiles,
+        v_boxes,
+        q_full,
+        q_empty,
+        k_full,
+        k_empty,
+        v_full,
+        v_empty,
+    )
+    consumer = consumer + (share_ptr, pieces_ptr, states_ptr, sums_ptr, counters_ptr, num_states)
+    consumer = consumer + (out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride_token)
+    consumer = consumer + (slopes_ptr, sinks_ptr, window, log2_scale, score_factor, cap_log2)
+    pieces = (q_desc, q_boxes, q_full, q_empty, share_ptr, pieces_ptr, table_ptr, table_stride)
+    pieces = pieces + (num_pages, window)
+    keys = (k_desc, k_boxes, k_full, k_empty) + pieces
+    values = (v_desc, v_boxes, v_full, v_empty) + pieces
+    REGISTERS: gl.constexpr = CONFIG.producer_registers
+    gl.warp_specialize(
+        [
+            (consume, (CONFIG,) + consumer),
+            (produce, (gl.constexpr(True), CONFIG) + keys),
+            (produce, (gl.constexpr(False), CONFIG) + values),
+        ],
+        [1, 1],
+        [REGISTERS, REGISTERS],
+    )

@@ -1,0 +1,75 @@
+"""The one door to Gluon: its names as this backend uses them, on Triton 3.6 and on newer releases.
+
+In: whichever Triton is installed. Out: names that mean the same on all of them. Device files import
+from here only, so a renamed call is absorbed in one place, and the tests can put an emulator here.
+
+Seen so far: `thread_barrier` became `barrier` and `_reinterpret` became `reinterpret` after 3.6;
+`tma.async_copy_*` became `tma.async_load` and `tma.async_store`, and the old names now raise.
+"""
+
+from typing import Any
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+__all__ = [
+    "TensorDescriptor",
+    "barrier",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "named_barrier_arrive",
+    "named_barrier_sync",
+    "reinterpret",
+    "tma_load",
+    "triton",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier  # type: ignore[attr-defined]
+"""All threads of the partition meet; shared memory written before is seen after."""
+
+tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+"""(descriptor, coordinates, barrier, destination): one box; its bytes count on the barrier."""
+
+
+@builtin
+def reinterpret(buffer, dtype, shape, layout, _semantic=None):  # type: ignore[no-untyped-def]
+    """The same shared memory with another shape and layout."""
+    method = getattr(buffer, "reinterpret", None) or buffer._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
+
+
+# Gluon has no named barriers. Ids below 8 are left to the compiler: 0 is the default partition's, 1
+# switches warp specialisation, 2 and up belong to the workers.
+
+
+@gluon.constexpr_function
+def _barrier_asm(call: str, barrier_id: int, num_threads: int) -> str:
+    return f"bar.{call} {barrier_id}, {num_threads}; mov.b32 $0, $1;"
+
+
+@gluon.jit
+def named_barrier_sync(x, ID: gl.constexpr, THREADS: gl.constexpr):
+    """Wait until THREADS threads have come to barrier ID. `x` is any int32 scalar."""
+    ASM: gl.constexpr = _barrier_asm("sync", ID, THREADS)
+    gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def named_barrier_arrive(x, ID: gl.constexpr, THREADS: gl.constexpr):
+    """Count this partition's threads at barrier ID without waiting. `x` is any int32 scalar."""
+    ASM: gl.constexpr = _barrier_asm("arrive", ID, THREADS)
+    gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)

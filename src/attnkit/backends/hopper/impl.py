@@ -1,0 +1,199 @@
+"""HopperImpl: run one layer: write K and V, prefill, decode.
+
+In: the layer's static facts once; then per step its tensors, its cache and the plan. Out: launches, at
+most two for attention. Tensor maps of the cache are kept from step to step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from attnkit.backends.hopper.config import DecodeConfig, PrefillConfig
+from attnkit.backends.hopper.plan import Geometry, HopperMetadata
+from attnkit.backends.hopper.tuning import (
+    HEAD_SIZES,
+    MAX_GROUP_SIZE,
+    decode_config,
+    prefill_config,
+)
+from attnkit.contract import AttentionImpl, AttentionLayer, AttentionType, AttentionVariant
+from attnkit.errors import BatchError, CacheError, UnsupportedConfiguration
+
+_NO_WINDOW = 1 << 29
+"""From here on a window is longer than any request, and sums with it would leave int32."""
+
+
+class HopperImpl(AttentionImpl[HopperMetadata]):
+    """One layer on sm_90. Its launches can be captured; prefills only inside one step."""
+
+    can_return_lse_for_decode = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+        use_alibi_sqrt: bool = False,
+        head_size_v: int | None = None,
+    ) -> None:
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.group_size = num_heads // self.num_kv_heads
+        _refuse(head_size, head_size_v, self.group_size, kv_cache_dtype, attn_type)
+        variant = AttentionVariant.from_impl_args(
+            num_heads=num_heads,
+            scale=scale,
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=attn_type,
+            sinks=sinks,
+            use_alibi_sqrt=use_alibi_sqrt,
+        )
+        if sliding_window is not None and sliding_window >= _NO_WINDOW:
+            variant = replace(variant, sliding_window=None)
+        self.variant = variant
+        self._configs: dict[tuple[int, bool], tuple[PrefillConfig, DecodeConfig]] = {}
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: HopperMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend over the cache, in which this step's K and V already are.
+
+        Raises:
+            BatchError: the copy engine cannot read `query`.
+            CacheError: it cannot read `kv_cache`, or that has another dtype than `query`.
+        """
+        if attn_metadata is None:
+            output.zero_()
+            return output
+        from attnkit.backends.hopper.launch import (
+            Operands,
+            check_strides,
+            decode_call,
+            prefill_call,
+        )
+
+        check_strides("query", query, BatchError)
+        check_strides("kv_cache", kv_cache, CacheError)
+        if kv_cache.dtype != query.dtype:
+            raise CacheError(
+                f"kv_cache is {kv_cache.dtype}, query is {query.dtype}; the hopper backend reads a "
+                "cache of the query's dtype"
+            )
+        lse = None
+        if self.need_to_return_lse_for_decode:
+            lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
+        self.variant = self.variant.to(query.device)
+        page_size = kv_cache.shape[2]
+        plan = attn_metadata.plan(self._geometry(page_size))
+        operands = Operands(
+            query=query,
+            key=kv_cache[..., : self.head_size],
+            value=kv_cache[..., self.head_size :],
+            output=output,
+            lse=lse,
+            block_table=attn_metadata.batch.block_table_tensor,
+        )
+        prefill, decode = self._config(page_size, lse is not None)
+        if plan.prefill is not None:
+            p = plan.prefill
+            prefill_call(
+                operands, self.variant, p.starts, p.num_programs, p.records, prefill
+            ).launch()
+        if plan.decode is not None:
+            d = plan.decode
+            decode_call(operands, self.variant, d.share, d.pieces, d.states, decode).launch()
+        return output if lse is None else (output, lse)
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        from attnkit.backends.hopper.launch import write_call
+
+        size = self.head_size
+        write_call(key, value, kv_cache[..., :size], kv_cache[..., size:], slot_mapping).launch()
+
+    def _geometry(self, page_size: int) -> Geometry:
+        return Geometry(
+            num_kv_heads=self.num_kv_heads,
+            group_size=self.group_size,
+            head_size=self.head_size,
+            page_size=page_size,
+            window=self.variant.sliding_window,
+        )
+
+    def _config(self, page_size: int, lse: bool) -> tuple[PrefillConfig, DecodeConfig]:
+        configs = self._configs.get((page_size, lse))
+        if configs is None:
+            from attnkit.backends.hopper.launch import score_config
+
+            score = score_config(self.variant, lse=lse)
+            shape = (self.head_size, self.group_size, page_size, score)
+            configs = self._configs[page_size, lse] = (
+                prefill_config(*shape),
+                decode_config(*shape),
+            )
+        return configs
+
+
+def _refuse(
+    head_size: int,
+    head_size_v: int | None,
+    group_size: int,
+    kv_cache_dtype: str,
+    attn_type: str,
+) -> None:
+    """Say everything about a layer that the kernels do not do.
+
+    Raises:
+        UnsupportedConfiguration: with every reason.
+    """
+    reasons = []
+    if head_size not in HEAD_SIZES:
+        reasons.append(f"head size {head_size} is not one of {', '.join(map(str, HEAD_SIZES))}")
+    if head_size_v not in (None, head_size):
+        reasons.append(f"value head size {head_size_v} differs from key head size {head_size}")
+    if group_size > MAX_GROUP_SIZE:
+        reasons.append(
+            f"{group_size} query heads share a KV head, and at most {MAX_GROUP_SIZE} can"
+        )
+    if kv_cache_dtype not in ("auto", "float16", "bfloat16"):
+        reasons.append(f"KV cache dtype {kv_cache_dtype} is not float16 or bfloat16")
+    if attn_type != AttentionType.DECODER:
+        reasons.append(f"attention type {attn_type} is not decoder")
+    if reasons:
+        raise UnsupportedConfiguration(
+            f"hopper: {'; '.join(reasons)}. Change the layer, or use backend='triton'",
+            tuple(reasons),
+        )

@@ -1,0 +1,411 @@
+"""Launchers: check shapes and strides, choose constants and grid, start a kernel.
+
+In: tensors and an `AttentionVariant`. Out: launched kernels that write into `output`, `lse`, the cache
+or records of work. Nothing here waits for a device, and nothing knows of backends and builders.
+
+Each `*_call` makes a frozen `KernelCall` without running anything, from tensors on any device ("meta"
+too), which is how every kernel is compiled for a GPU that is not here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from attnkit.backends.hopper.config import DecodeConfig, KernelConfig, PrefillConfig, ScoreConfig
+from attnkit.backends.hopper.decode import decode_kernel
+from attnkit.backends.hopper.gluon_api import TensorDescriptor, gl
+from attnkit.backends.hopper.plan_kernels import fill_row_tiles_kernel, share_decodes_kernel
+from attnkit.backends.hopper.prefill import prefill_kernel
+from attnkit.backends.hopper.tuning import MIN_DECODE_TILES
+from attnkit.backends.hopper.write import write_kernel
+from attnkit.contract import AttentionVariant
+from attnkit.errors import AttnkitError
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Operands:
+    """What attention reads and writes. R requests, T tokens.
+
+    Attributes:
+        query: (T, num_heads, head_size); strides are multiples of 16 bytes, 1 for the last.
+        key: (num_blocks, num_kv_heads, block_size, head_size), likewise.
+        value: the same.
+        output: (T, num_heads, head_size).
+        lse: float32 (T, num_heads); None: not wanted.
+        block_table: int32 (R, W).
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor | None
+    block_table: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lengths:
+    """Lengths of a batch, on the device. R requests.
+
+    Attributes:
+        query_start_loc: int32 (R + 1,).
+        seq_lens: int32 (R,).
+        causal: of all requests, or bool (R,).
+        window: keys that a query sees; None: no window.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    causal: bool | torch.Tensor
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelCall:
+    """A kernel with everything it is launched with.
+
+    Attributes:
+        kernel: the jitted function.
+        grid: programs along each axis.
+        arguments: by parameter name; None switches a feature off.
+        options: of the compiler.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    def launch(self) -> None:
+        """Start it, unless there is nothing to do."""
+        if all(self.grid):
+            self.kernel[self.grid](**self.arguments, **self.options)
+
+
+def score_config(variant: AttentionVariant, *, lse: bool) -> ScoreConfig:
+    """Which parts of the score a kernel must have for `variant`."""
+    alibi = 0 if variant.alibi_slopes is None else 2 if variant.use_alibi_sqrt else 1
+    soft_cap = variant.logits_soft_cap is not None
+    return ScoreConfig(
+        # A positive factor may be applied after the maximum; anything else is applied before.
+        linear=not soft_cap and not alibi and variant.scale > 0,
+        soft_cap=soft_cap,
+        alibi=alibi,
+        window=variant.sliding_window is not None,
+        sinks=variant.sinks is not None,
+        lse=lse,
+    )
+
+
+def row_tiles_call(
+    work: torch.Tensor,
+    num_tiles: int,
+    num_starts: int,
+    records: torch.Tensor,
+    lengths: Lengths,
+    config: PrefillConfig,
+) -> KernelCall:
+    """Fill the records of row tiles.
+
+    Args:
+        work: int32, `prefill_plan.RowTiles` on the device: starts, requests, tokens, head tiles.
+        num_tiles: row tiles.
+        num_starts: of its first part.
+        records: int32 (num_tiles, 8), to be filled.
+        lengths: of the batch.
+        config: of the prefill kernel.
+    """
+    requests, tokens, head_tiles = work[num_starts:].view(3, num_tiles).unbind(0)
+    block = 128
+    return KernelCall(
+        kernel=fill_row_tiles_kernel,
+        grid=(triton.cdiv(num_tiles, block),),
+        arguments={
+            "tiles_ptr": records,
+            "requests_ptr": requests,
+            "tokens_ptr": tokens,
+            "head_tiles_ptr": head_tiles,
+            **_lengths(lengths),
+            "num_tiles": num_tiles,
+            "TOKENS": 64 * config.num_consumers // config.pack,
+            "BLOCK_N": config.block_n,
+            "BLOCK": block,
+        },
+        options={"num_warps": 4},
+    )
+
+
+def share_decodes_call(
+    share: torch.Tensor,
+    pieces: torch.Tensor,
+    lengths: Lengths,
+    num_kv_heads: int,
+    num_programs: int,
+    max_query_len: int,
+    config: DecodeConfig,
+) -> KernelCall:
+    """Share out the decodes of a batch.
+
+    Args:
+        share: int32 (16 + num_programs,), to be filled.
+        pieces: int32 (num_programs + units, 16), to be filled.
+        lengths: of the batch.
+        num_kv_heads: of the layer.
+        num_programs: of the decode kernel.
+        max_query_len: requests with more queries are not decodes.
+        config: of the decode kernel.
+    """
+    num_reqs = lengths.seq_lens.shape[0]
+    return KernelCall(
+        kernel=share_decodes_kernel,
+        grid=(num_reqs, num_kv_heads),
+        arguments={
+            "share_ptr": share,
+            "pieces_ptr": pieces,
+            **_lengths(lengths),
+            "num_reqs": num_reqs,
+            "max_query_len": max_query_len,
+            "num_programs": num_programs,
+            "NUM_KV_HEADS": num_kv_heads,
+            "TOKENS": 64 // config.pack,
+            "BLOCK_N": config.block_n,
+            "LEAST": MIN_DECODE_TILES,
+            "BLOCK_REQS": 256,
+            "BLOCK_PIECES": 32,
+        },
+        options={"num_warps": 1},
+    )
+
+
+def prefill_call(
+    operands: Operands,
+    variant: AttentionVariant,
+    starts: torch.Tensor,
+    num_programs: int,
+    records: torch.Tensor,
+    config: PrefillConfig,
+) -> KernelCall:
+    """The prefill kernel over the row tiles of a plan.
+
+    Args:
+        operands: of the step.
+        variant: score and mask, its tensors on the operands' device.
+        starts: int32 (num_programs + 1,), first row tile of each program.
+        num_programs: of the grid.
+        records: int32 (num_tiles, 8).
+        config: made for the layer, the pages and `variant`.
+    """
+    return KernelCall(
+        kernel=prefill_kernel,
+        grid=(num_programs,),
+        arguments={
+            **_descriptors(operands, config, config.pack),
+            "starts_ptr": starts,
+            "tiles_ptr": records,
+            **_common(operands, variant),
+            "CONFIG": config,
+        },
+        options=_options(config),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class States:
+    """Where pieces of shared units leave their states; two places a program.
+
+    Attributes:
+        acc: float32 (2 * num_programs, 64, head_size).
+        sums: float32 (2 * num_programs, 64, 2): maximum and sum.
+        counters: int32 (4, 2 * num_programs), zero before and after each launch: at each level of the
+            tree, states that have come to a group.
+    """
+
+    acc: torch.Tensor
+    sums: torch.Tensor
+    counters: torch.Tensor
+
+    @classmethod
+    def make(cls, num_programs: int, head_size: int, device: torch.device | str) -> States:
+        """Allocate them; four levels of eight hold the states of 4,096 programs."""
+        num = 2 * num_programs
+        return cls(
+            acc=torch.empty(num, 64, head_size, dtype=torch.float32, device=device),
+            sums=torch.empty(num, 64, 2, dtype=torch.float32, device=device),
+            counters=torch.zeros(4, num, dtype=torch.int32, device=device),
+        )
+
+
+def decode_call(
+    operands: Operands,
+    variant: AttentionVariant,
+    share: torch.Tensor,
+    pieces: torch.Tensor,
+    states: States,
+    config: DecodeConfig,
+) -> KernelCall:
+    """The decode kernel over the pieces of a plan.
+
+    Args:
+        operands: of the step.
+        variant: score and mask, its tensors on the operands' device.
+        share: int32 (16 + num_programs,).
+        pieces: int32 (num_programs + units, 16).
+        states: of as many programs; not to be used by two launches at once.
+        config: made for the layer, the pages and `variant`.
+    """
+    num_states = states.counters.shape[1]
+    return KernelCall(
+        kernel=decode_kernel,
+        grid=(num_states // 2,),
+        arguments={
+            **_descriptors(operands, config, config.group_size),
+            "share_ptr": share,
+            "pieces_ptr": pieces,
+            "states_ptr": states.acc,
+            "sums_ptr": states.sums,
+            "counters_ptr": states.counters,
+            "num_states": num_states,
+            **_common(operands, variant),
+            "CONFIG": config,
+        },
+        options=_options(config),
+    )
+
+
+def write_call(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> KernelCall:
+    """The write kernel over a step's tokens.
+
+    Args:
+        key: (at least T, num_kv_heads, head_size).
+        value: the same.
+        key_cache: (num_blocks, num_kv_heads, block_size, head_size), last stride 1.
+        value_cache: the same.
+        slot_mapping: int64 or int32 (T,); -1 writes nothing.
+    """
+    num_tokens, num_kv_heads = slot_mapping.shape[0], key.shape[1]
+    # 16 KiB of keys a program: 16-byte accesses of 128 threads, eight each.
+    block = 8192 // key.shape[2]
+    return KernelCall(
+        kernel=write_kernel,
+        grid=(triton.cdiv(num_tokens * num_kv_heads, block),),
+        arguments={
+            "key_ptr": key,
+            "value_ptr": value,
+            "k_ptr": key_cache,
+            "v_ptr": value_cache,
+            "slot_mapping_ptr": slot_mapping,
+            "num_tokens": num_tokens,
+            "key_stride_token": key.stride(0),
+            "key_stride_head": key.stride(1),
+            "value_stride_token": value.stride(0),
+            "value_stride_head": value.stride(1),
+            "k_stride_page": key_cache.stride(0),
+            "k_stride_row": key_cache.stride(2),
+            "k_stride_head": key_cache.stride(1),
+            "v_stride_page": value_cache.stride(0),
+            "v_stride_row": value_cache.stride(2),
+            "v_stride_head": value_cache.stride(1),
+            "NUM_KV_HEADS": num_kv_heads,
+            "HEAD_SIZE": key.shape[2],
+            "PAGE_SIZE": key_cache.shape[2],
+            "BLOCK": block,
+        },
+        options={"num_warps": 4},
+    )
+
+
+def check_strides(name: str, x: torch.Tensor, error: type[AttnkitError]) -> None:
+    """Whether the copy engine can read `x`.
+
+    Raises:
+        error: its address or a stride is no multiple of 16 bytes, or the last stride is not 1.
+    """
+    unit = 16 // x.element_size()
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(s % unit for s in x.stride()[:-1]):
+        return
+    raise error(
+        f"{name} has strides {tuple(x.stride())} of {x.element_size()} bytes at address "
+        f"{x.data_ptr():#x}; the hopper backend copies it in boxes, which needs an address and strides "
+        "that are multiples of 16 bytes and a last stride of 1. Lay it out so, or use backend='triton'"
+    )
+
+
+def _descriptors(o: Operands, config: KernelConfig, heads: int) -> dict[str, Any]:
+    """Tensor maps of Q, K and V. A box of Q has the rows of one warpgroup: tokens, and `pack` of the
+    `heads` side by side; what is outside the tensor becomes zero."""
+    num_tokens, num_heads, head_size = o.query.shape
+    stride, head_stride, _ = o.query.stride()
+    return {
+        "q_desc": TensorDescriptor(
+            o.query,
+            [num_tokens, num_heads // heads, heads, head_size],
+            [stride, heads * head_stride, head_stride, 1],
+            [64 // config.pack, 1, config.pack, 64],
+            gl.NVMMASharedLayout(128, 16, 4),
+        ),
+        "k_desc": _pool_descriptor(o.key, config),
+        "v_desc": _pool_descriptor(o.value, config),
+    }
+
+
+def _pool_descriptor(pool: torch.Tensor, config: KernelConfig) -> Any:
+    return TensorDescriptor(
+        pool,
+        list(pool.shape),
+        list(pool.stride()),
+        [1, 1, config.rows, 64],
+        gl.NVMMASharedLayout(128, 16, 4),
+    )
+
+
+def _common(o: Operands, variant: AttentionVariant) -> dict[str, Any]:
+    window = variant.sliding_window
+    cap = variant.logits_soft_cap
+    linear = cap is None and variant.alibi_slopes is None and variant.scale > 0
+    factor = variant.scale * LOG2_E
+    return {
+        "table_ptr": o.block_table,
+        "table_stride": o.block_table.stride(0),
+        "num_pages": o.key.shape[0],
+        "out_ptr": o.output,
+        "out_stride_token": o.output.stride(0),
+        "out_stride_head": o.output.stride(1),
+        "lse_ptr": o.lse,
+        "lse_stride_token": 0 if o.lse is None else o.lse.stride(0),
+        "slopes_ptr": variant.alibi_slopes,
+        "sinks_ptr": variant.sinks,
+        "window": 0 if window is None else window,
+        "log2_scale": factor if linear else 1.0,
+        "score_factor": factor if cap is None else 2.0 * factor / cap,
+        "cap_log2": 0.0 if cap is None else cap * LOG2_E,
+    }
+
+
+def _lengths(lengths: Lengths) -> dict[str, Any]:
+    causal = lengths.causal
+    per_request = isinstance(causal, torch.Tensor)
+    return {
+        "query_start_loc_ptr": lengths.query_start_loc,
+        "seq_lens_ptr": lengths.seq_lens,
+        "causal_ptr": causal if per_request else None,
+        "causal": 1 if per_request else int(causal),
+        "window": lengths.window,
+    }
+
+
+def _options(config: KernelConfig) -> dict[str, Any]:
+    # Fusion is said aloud because its default changes after Triton 3.9.
+    return {"num_warps": 4, "maxnreg": config.maxnreg, "enable_fp_fusion": True}

@@ -1,0 +1,267 @@
+"""HopperMetadataBuilder: plan once per step and group of layers.
+
+In: a batch. Out: `HopperMetadata`: row tiles of the requests to prefill, shared out on the host; pieces
+of the requests to decode, shared out on the device from the device's own lengths.
+
+A plan depends on the layer's heads and window, which a builder is not told. So it is made when the
+first layer of the step asks for it, or, once a layer has ever asked, already by `build`, which keeps it
+out of captured graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from attnkit.backends.hopper.config import ScoreConfig
+from attnkit.backends.hopper.prefill_plan import share_row_tiles
+from attnkit.backends.hopper.tuning import (
+    MAX_DECODE_QUERY_LEN,
+    decode_config,
+    decode_programs,
+    prefill_config,
+)
+from attnkit.contract import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    KVCacheSpec,
+    max_decode_query_len,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """What a plan depends on beside the batch.
+
+    Attributes:
+        num_kv_heads: of the layer.
+        group_size: query heads per KV head.
+        head_size: of queries, keys and values.
+        page_size: keys in a page of its cache.
+        window: keys that a query sees; None: no window.
+    """
+
+    num_kv_heads: int
+    group_size: int
+    head_size: int
+    page_size: int
+    window: int | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PrefillPlan:
+    """Arguments of `launch.prefill_call`."""
+
+    starts: torch.Tensor
+    num_programs: int
+    records: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecodePlan:
+    """Arguments of `launch.decode_call`; `states` is a `launch.States`."""
+
+    share: torch.Tensor
+    pieces: torch.Tensor
+    states: Any
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """Work of a step for layers of one geometry. None: no such request in the batch."""
+
+    prefill: PrefillPlan | None
+    decode: DecodePlan | None
+
+
+class Planner:
+    """Makes plans, in memory that stays where it is for captured graphs.
+
+    Attributes:
+        geometries: asked for so far.
+    """
+
+    def __init__(self, device: torch.device, max_num_reqs: int) -> None:
+        self.geometries: set[Geometry] = set()
+        self._device = device
+        self._max_num_reqs = max_num_reqs
+        self._num_sms = (
+            torch.cuda.get_device_properties(device).multi_processor_count
+            if device.type == "cuda"
+            else 4
+        )
+        self._decode_plans: dict[Geometry, DecodePlan] = {}
+
+    def plan(self, batch: CommonAttentionMetadata, geometry: Geometry) -> Plan:
+        """Plan a batch; launches, and never waits for the device."""
+        from attnkit.backends.hopper.launch import Lengths
+
+        self.geometries.add(geometry)
+        lengths = Lengths(
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            causal=batch.causal,
+            window=geometry.window,
+        )
+        if batch.max_query_len <= MAX_DECODE_QUERY_LEN:
+            some = batch.num_reqs > 0 and batch.max_query_len > 0
+            return Plan(prefill=None, decode=self._decodes(lengths, geometry) if some else None)
+        query_lens = np.diff(batch.query_start_loc_cpu.numpy()).astype(np.int64)
+        is_prefill = query_lens > MAX_DECODE_QUERY_LEN
+        has_decodes = bool(((query_lens > 0) & ~is_prefill).any())
+        return Plan(
+            prefill=self._prefills(batch, lengths, np.where(is_prefill, query_lens, 0), geometry),
+            decode=self._decodes(lengths, geometry) if has_decodes else None,
+        )
+
+    def _prefills(
+        self,
+        batch: CommonAttentionMetadata,
+        lengths: Any,
+        query_lens: np.ndarray,
+        geometry: Geometry,
+    ) -> PrefillPlan:
+        from attnkit.backends.hopper.launch import row_tiles_call
+
+        g = geometry
+        config = prefill_config(g.head_size, g.group_size, g.page_size, ScoreConfig())
+        bound = batch.seq_lens_cpu_upper_bound
+        if bound is None:
+            kv_lens = np.full(len(query_lens), batch.max_seq_len, dtype=np.int64)
+        else:
+            kv_lens = bound.numpy().astype(np.int64)
+        tiles = share_row_tiles(
+            query_lens,
+            kv_lens,
+            g.num_kv_heads,
+            self._num_sms,
+            config,
+            # Per request, only the device knows; the balance is then that of causal requests.
+            causal=isinstance(batch.causal, torch.Tensor) or batch.causal,
+            window=g.window,
+        )
+        parts = (tiles.starts, tiles.requests, tiles.tokens, tiles.head_tiles)
+        work = _upload(np.concatenate(parts), self._device)
+        records = torch.empty(tiles.num_tiles, 8, dtype=torch.int32, device=self._device)
+        num_starts = len(tiles.starts)
+        row_tiles_call(work, tiles.num_tiles, num_starts, records, lengths, config).launch()
+        return PrefillPlan(starts=work, num_programs=tiles.num_programs, records=records)
+
+    def _decodes(self, lengths: Any, geometry: Geometry) -> DecodePlan:
+        from attnkit.backends.hopper.launch import States, share_decodes_call
+
+        g = geometry
+        config = decode_config(g.head_size, g.group_size, g.page_size, ScoreConfig())
+        num_programs = decode_programs(config, self._num_sms)
+        row_tiles = -(-MAX_DECODE_QUERY_LEN // (64 // config.pack))
+        num_reqs = max(lengths.seq_lens.shape[0], self._max_num_reqs)
+        num_records = num_programs + num_reqs * g.num_kv_heads * row_tiles
+        plan = self._decode_plans.get(g)
+        if plan is None or plan.pieces.shape[0] < num_records:
+            plan = self._decode_plans[g] = DecodePlan(
+                share=torch.zeros(16 + num_programs, dtype=torch.int32, device=self._device),
+                pieces=torch.zeros(num_records, 16, dtype=torch.int32, device=self._device),
+                states=States.make(num_programs, g.head_size, self._device),
+            )
+        share_decodes_call(
+            plan.share,
+            plan.pieces,
+            lengths,
+            g.num_kv_heads,
+            num_programs,
+            MAX_DECODE_QUERY_LEN,
+            config,
+        ).launch()
+        return plan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HopperMetadata(AttentionMetadata):
+    """One batch and its plans.
+
+    Attributes:
+        batch: as it came.
+        planner: the builder's.
+        plans: made so far, by geometry.
+    """
+
+    batch: CommonAttentionMetadata
+    planner: Planner
+    plans: dict[Geometry, Plan] = field(default_factory=dict)
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """int64 (T,): where the layer writes this step's keys and values."""
+        return self.batch.slot_mapping
+
+    def plan(self, geometry: Geometry) -> Plan:
+        """The work of layers of a geometry."""
+        plan = self.plans.get(geometry)
+        if plan is None:
+            plan = self.plans[geometry] = self.planner.plan(self.batch, geometry)
+        return plan
+
+
+class HopperMetadataBuilder(AttentionMetadataBuilder[HopperMetadata]):
+    """Plans of a group of layers. Requests may come in any order."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    supports_update_block_table = True
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        self._planner = Planner(torch.device(device), max_num_reqs)
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: Any, kv_cache_spec: KVCacheSpec
+    ) -> AttentionCGSupport:
+        """Decodes only: their work is shared out on the device, prefills on the host."""
+        if max_decode_query_len(vllm_config) <= MAX_DECODE_QUERY_LEN:
+            return AttentionCGSupport.UNIFORM_BATCH
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(
+        cls, vllm_config: Any, kv_cache_spec: KVCacheSpec
+    ) -> int | None:
+        return MAX_DECODE_QUERY_LEN
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> HopperMetadata:
+        metadata = HopperMetadata(batch=common_attn_metadata, planner=self._planner)
+        for geometry in self._planner.geometries:
+            metadata.plan(geometry)
+        return metadata
+
+    def update_block_table(
+        self,
+        metadata: HopperMetadata,
+        blk_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> HopperMetadata:
+        batch = metadata.batch.replace(block_table_tensor=blk_table, slot_mapping=slot_mapping)
+        return HopperMetadata(batch=batch, planner=metadata.planner, plans=metadata.plans)
+
+
+def _upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """One copy up that the host does not wait for."""
+    buffer = torch.empty(len(values), dtype=torch.int32, pin_memory=device.type == "cuda")
+    buffer.numpy()[:] = values
+    return buffer.to(device, non_blocking=True)

@@ -1,0 +1,188 @@
+"""Planning kernels: records of work for the attention kernels, from the lengths on the device.
+
+In: query_start_loc, seq_lens and causal flags of a batch. Out: one record per row tile (prefill), or one
+per piece of a program's share (decode), ready to be read by every layer of the step. Device code, in
+plain Triton; `launch` starts it.
+"""
+
+import triton
+import triton.language as tl
+
+EVERYTHING = tl.constexpr(1 << 30)
+"""More keys than a request has; sums with a position stay inside int32."""
+
+
+@triton.jit
+def reach_of(causal_ptr, causal, window, request):
+    """How many keys past its own position a query sees: none, a window's, or all."""
+    flag = causal
+    if causal_ptr is not None:
+        flag = tl.load(causal_ptr + request).to(tl.int32)
+    ahead = EVERYTHING
+    if window is not None:
+        ahead = window - 1
+    return tl.where(flag != 0, 0, ahead)
+
+
+@triton.jit
+def num_tiles_of(position, num_tokens, num_keys, reach, window, BLOCK_N: tl.constexpr):
+    """First K/V tile that the queries from `position` on see, and how many from there; at least one."""
+    first_key = position * 0
+    if window is not None:
+        first_key = tl.maximum(position - window + 1, 0)
+    end_key = tl.maximum(tl.minimum(position + reach + num_tokens, num_keys), 0)
+    first_tile = first_key // BLOCK_N
+    return first_tile, tl.maximum(tl.cdiv(end_key, BLOCK_N) - first_tile, 1)
+
+
+@triton.jit(
+    do_not_specialize=["num_tiles", "causal", "window"],
+    do_not_specialize_on_alignment=[
+        "requests_ptr",
+        "tokens_ptr",
+        "head_tiles_ptr",
+        "query_start_loc_ptr",
+        "seq_lens_ptr",
+        "causal_ptr",
+    ],
+)
+def fill_row_tiles_kernel(
+    tiles_ptr,
+    requests_ptr,
+    tokens_ptr,
+    head_tiles_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    causal_ptr,
+    num_tiles,
+    causal,
+    window,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Records of 8 numbers as `prefill.read_row_tile` reads them. TOKENS: of a full row tile."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = i < num_tiles
+    request = tl.load(requests_ptr + i, mask=there, other=0)
+    offset = tl.load(tokens_ptr + i, mask=there, other=0)
+    head_tile = tl.load(head_tiles_ptr + i, mask=there, other=0)
+    first = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - first
+    num_keys = tl.load(seq_lens_ptr + request)
+    num_tokens = tl.minimum(query_len - offset, TOKENS)
+    position = num_keys - query_len + offset
+    reach = reach_of(causal_ptr, causal, window, request)
+    _, num_kv_tiles = num_tiles_of(position, num_tokens, num_keys, reach, window, BLOCK_N)
+    record = tiles_ptr + i * 8
+    tl.store(record, request, mask=there)
+    tl.store(record + 1, first + offset, mask=there)
+    tl.store(record + 2, head_tile, mask=there)
+    tl.store(record + 3, num_tokens, mask=there)
+    tl.store(record + 4, position, mask=there)
+    tl.store(record + 5, reach, mask=there)
+    tl.store(record + 6, num_keys, mask=there)
+    tl.store(record + 7, num_kv_tiles, mask=there)
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "causal", "window", "max_query_len", "num_programs"],
+    do_not_specialize_on_alignment=[
+        "share_ptr",
+        "pieces_ptr",
+        "query_start_loc_ptr",
+        "seq_lens_ptr",
+        "causal_ptr",
+    ],
+)
+def share_decodes_kernel(
+    share_ptr,
+    pieces_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    causal_ptr,
+    num_reqs,
+    causal,
+    window,
+    max_query_len,
+    num_programs,
+    NUM_KV_HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEAST: tl.constexpr,
+    BLOCK_REQS: tl.constexpr,
+    BLOCK_PIECES: tl.constexpr,
+):
+    """Program (request, KV head) writes the records of that unit's pieces.
+
+    Units stand in a row: requests of 1 to max_query_len queries, in each the KV heads, in each the row
+    tiles of TOKENS tokens. Their K/V tiles, counted over the batch, are cut into equal shares, at least
+    LEAST. The record of unit u's piece in program p is at p + u: one of 16 numbers, as
+    `decode.read_piece` and `decode.read_split` read them. `share_ptr`: tiles of a share, tiles of the
+    batch, and from 16 on each program's first unit.
+    """
+    me = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    work = 0
+    work_before = 0
+    units_before = 0
+    for block in range(0, num_reqs, BLOCK_REQS):
+        request = block + tl.arange(0, BLOCK_REQS)
+        there = request < num_reqs
+        first = tl.load(query_start_loc_ptr + request, mask=there, other=0)
+        query_len = tl.load(query_start_loc_ptr + request + 1, mask=there, other=0) - first
+        num_keys = tl.load(seq_lens_ptr + request, mask=there, other=0)
+        mine = there & (query_len > 0) & (query_len <= max_query_len)
+        # A request's row tiles all read the same keys: those that any of its queries sees.
+        _, tiles = num_tiles_of(
+            num_keys - query_len, query_len, num_keys, EVERYTHING, window, BLOCK_N
+        )
+        units = tl.where(mine, tl.cdiv(query_len, TOKENS) * NUM_KV_HEADS, 0)
+        work += tl.sum(units * tiles, 0)
+        units_before += tl.sum(tl.where(request < me, units, 0), 0)
+        work_before += tl.sum(tl.where(request < me, units * tiles, 0), 0)
+    size = tl.maximum(tl.cdiv(work, num_programs), LEAST)
+    if (me == 0) & (kv_head == 0):
+        tl.store(share_ptr, size)
+        tl.store(share_ptr + 1, work)
+
+    first = tl.load(query_start_loc_ptr + me)
+    query_len = tl.load(query_start_loc_ptr + me + 1) - first
+    if (query_len <= 0) | (query_len > max_query_len):
+        return
+    num_keys = tl.load(seq_lens_ptr + me)
+    first_tile, tiles = num_tiles_of(
+        num_keys - query_len, query_len, num_keys, EVERYTHING, window, BLOCK_N
+    )
+    reach = reach_of(causal_ptr, causal, window, me)
+    row_tiles = tl.cdiv(query_len, TOKENS)
+    for row_tile in range(0, row_tiles):
+        unit = kv_head * row_tiles + row_tile
+        begin = work_before + unit * tiles
+        end = begin + tiles
+        unit += units_before
+        first_program = begin // size
+        num_splits = (end - 1) // size - first_program + 1
+        for block in range(0, num_splits, BLOCK_PIECES):
+            split = block + tl.arange(0, BLOCK_PIECES)
+            there = split < num_splits
+            program = first_program + split
+            piece_begin = tl.maximum(begin, program * size)
+            piece_end = tl.minimum(end, program * size + size)
+            starts_share = there & (piece_begin == program * size)
+            tl.store(share_ptr + 16 + program, unit + split * 0, mask=starts_share)
+            record = pieces_ptr + (program + unit) * 16
+            zero = split * 0
+            offset = row_tile * TOKENS
+            tl.store(record, me + zero, mask=there)
+            tl.store(record + 1, first + offset + zero, mask=there)
+            tl.store(record + 2, kv_head + zero, mask=there)
+            tl.store(record + 3, tl.minimum(query_len - offset, TOKENS) + zero, mask=there)
+            tl.store(record + 4, num_keys - query_len + offset + zero, mask=there)
+            tl.store(record + 5, reach + zero, mask=there)
+            tl.store(record + 6, num_keys + zero, mask=there)
+            tl.store(record + 7, first_tile + piece_begin - begin, mask=there)
+            tl.store(record + 8, piece_end - piece_begin, mask=there)
+            tl.store(record + 9, split, mask=there)
+            tl.store(record + 10, num_splits + zero, mask=there)
+            tl.store(record + 11, first_program + zero, mask=there)

@@ -1,0 +1,499 @@
+"""The prefill kernel: prompts and chunks of prompts over paged keys and values.
+
+In: packed queries, the paged pool, and a list of row tiles for each program (`prefill_plan`). Out:
+output and LSE of the rows of those tiles. Device code; `launch.launch_prefill` starts it.
+
+One program a multiprocessor lives as long as the kernel. Its warps have roles: consumers are warpgroups
+of 64 query rows each, one warp copies K and Q, one copies V, and rings of barriers join them. K and V
+come straight from the pages, by copies of page-sized boxes. While a consumer computes the softmax of
+one tile, its product of the previous weights with V runs, and the other consumers' products. Rows of a
+tile are `pack` heads of one KV head side by side, token by token.
+
+Keys run backwards, so that the tiles cut by the diagonal or the end come first, those cut by the left
+edge of a window last, and all between need no mask.
+"""
+
+# ruff: noqa: RUF005, SIM102 (device code: tuples grow by +, and `if` on a constant stands alone)
+
+from attnkit.backends.hopper.gluon_api import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    named_barrier_arrive,
+    named_barrier_sync,
+    reinterpret,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from attnkit.backends.hopper.tile import (
+    copy_tile,
+    finish_rows,
+    first_key_of,
+    online_softmax,
+    pages_of_tile,
+    visible_scores,
+    zero_before_window,
+    zero_past_end,
+)
+
+FIRST_TURN = gl.constexpr(8)
+"""Named barrier of consumer 0; consumer i waits for its turn at FIRST_TURN + i."""
+
+
+@gluon.jit
+def read_row_tile(tiles_ptr, i):
+    """Record i of `prefill_plan`: request, first token, head tile, number of tokens, position and reach
+    of the first token, keys of the request, and number of K/V tiles."""
+    record = tiles_ptr + i * 8
+    return (
+        gl.load(record),
+        gl.load(record + 1),
+        gl.load(record + 2),
+        gl.load(record + 3),
+        gl.load(record + 4),
+        gl.load(record + 5),
+        gl.load(record + 6),
+        gl.load(record + 7),
+    )
+
+
+@gluon.jit
+def produce(
+    LOADS_Q: gl.constexpr,
+    CONFIG: gl.constexpr,
+    desc,
+    buffer,
+    full,
+    empty,
+    q_desc,
+    q_buffer,
+    q_full,
+    starts_ptr,
+    tiles_ptr,
+    table_ptr,
+    table_stride,
+    num_pages,
+    window,
+):
+    """One warp that feeds K (and Q) or V. Pages of the next tile are looked up one tile ahead."""
+    STRIPS: gl.constexpr = CONFIG.head_size // 64
+    CONSUMERS: gl.constexpr = CONFIG.num_consumers
+    TOKENS: gl.constexpr = 64 // CONFIG.pack
+    first = gl.load(starts_ptr + gl.program_id(0))
+    end = gl.load(starts_ptr + gl.program_id(0) + 1)
+    step = 0
+    for i in range(first, end):
+        request, token, head_tile, num_tokens, position, reach, num_keys, num_tiles = read_row_tile(
+            tiles_ptr, i
+        )
+        kv_head = head_tile * CONFIG.pack // CONFIG.group_size
+        table = table_ptr + request.to(gl.int64) * table_stride
+        end_key = gl.maximum(gl.minimum(position + reach + num_tokens, num_keys), 0)
+        end_page = (end_key + CONFIG.page_size - 1) // CONFIG.page_size
+        first_key = first_key_of(position, window, CONFIG)
+        first_page = first_key // CONFIG.page_size
+        first_tile = first_key // CONFIG.block_n
+        pages = pages_of_tile(
+            table, first_tile + num_tiles - 1, first_page, end_page, num_pages, CONFIG
+        )
+        for n in range(0, num_tiles):
+            tile = first_tile + num_tiles - 1 - n
+            slot = step & (CONFIG.stages - 1)
+            now = pages
+            # Before the first tile this finds pages that nobody copies.
+            pages = pages_of_tile(table, tile - 1, first_page, end_page, num_pages, CONFIG)
+            mbarrier.wait(empty.index(slot), ((step // CONFIG.stages) & 1) ^ 1)
+            copy_tile(desc, buffer, full.index(slot), now, tile, kv_head, slot, CONFIG)
+            if LOADS_Q:
+                if n == 0:
+                    # The last K tile of the row tile before was released after its last use of Q.
+                    before = step - 1
+                    mbarrier.wait(
+                        empty.index(before & (CONFIG.stages - 1)),
+                        (before // CONFIG.stages) & 1,
+                        pred=i > first,
+                    )
+                    mbarrier.expect(q_full, CONSUMERS * 64 * STRIPS * 128)
+                    for c in gl.static_range(STRIPS):
+                        for w in gl.static_range(CONSUMERS):
+                            tma_load(
+                                q_desc,
+                                [token + w * TOKENS, head_tile, 0, c * 64],
+                                q_full,
+                                q_buffer.index(w * STRIPS + c),
+                            )
+            step += 1
+
+
+# Consumers issue their products in turns, so that one's run while the other's softmax does.
+
+
+@gluon.jit
+def take_turn(x, ME: gl.constexpr, CONFIG: gl.constexpr):
+    """Wait until the consumer before this one has issued its products."""
+    if CONFIG.turns:
+        named_barrier_sync(x, FIRST_TURN + ME, 256)
+
+
+@gluon.jit
+def pass_turn(x, ME: gl.constexpr, CONFIG: gl.constexpr):
+    """Let the next consumer issue its products."""
+    if CONFIG.turns:
+        named_barrier_arrive(x, FIRST_TURN + (ME + 1) % CONFIG.num_consumers, 256)
+
+
+@gluon.jit
+def attend_tile(
+    ME: gl.constexpr,
+    CONFIG: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+    P_LAYOUT: gl.constexpr,
+    MASKED: gl.constexpr,
+    q,
+    k_tiles,
+    v_tiles,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    step,
+    tile,
+    acc,
+    weights,
+    fade,
+    top,
+    total,
+    sight,
+    slopes,
+    factors,
+):
+    """Issue Q.K of `tile` and weights.V of the tile before; softmax of `tile` while the latter runs.
+
+    The wait for V stands between the softmax and the wait for weights.V because its loop ends a basic
+    block: without it ptxas lifts the second wait above the softmax, and nothing overlaps.
+    """
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    slot = step & (CONFIG.stages - 1)
+    phase = (step // CONFIG.stages) & 1
+    slot_before = (step - 1) & (CONFIG.stages - 1)
+    p = gl.convert_layout(weights.to(q.dtype), P_LAYOUT)
+    mbarrier.wait(k_full.index(slot), phase)
+    take_turn(step, ME, CONFIG)
+    s = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
+    s = warpgroup_mma(q, k_tiles.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
+    acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, P_LAYOUT.parent)), 1)
+    acc = warpgroup_mma(p, v_tiles.index(slot_before), acc, is_async=True)
+    pass_turn(step, ME, CONFIG)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    mbarrier.arrive(k_empty.index(slot), count=1)
+    s = visible_scores(s, tile, sight, slopes, factors, S_LAYOUT, MASKED, CONFIG)
+    weights, fade, top, total = online_softmax(s, top, total, factors[0], MASKED)
+    mbarrier.wait(v_full.index(slot), phase)
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    mbarrier.arrive(v_empty.index(slot_before), count=1)
+    return acc, weights, fade, top, total
+
+
+@gluon.jit
+def store_rows(
+    ME: gl.constexpr,
+    CONFIG: gl.constexpr,
+    ROW_LAYOUT: gl.constexpr,
+    ACC_LAYOUT: gl.constexpr,
+    acc,
+    factor,
+    lse,
+    token,
+    head_tile,
+    num_tokens,
+    out_ptr,
+    out_stride_token,
+    out_stride_head,
+    lse_ptr,
+    lse_stride_token,
+):
+    """Write this consumer's rows, through a layout in which a warp writes whole lines."""
+    PACK: gl.constexpr = CONFIG.pack
+    if CONFIG.score.lse:
+        row = ME * 64 + gl.arange(0, 64, ROW_LAYOUT)
+        place = (token + row // PACK).to(gl.int64) * lse_stride_token
+        place = place + (head_tile * PACK + row % PACK)
+        gl.store(lse_ptr + place, lse, mask=row < num_tokens * PACK)
+    out = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, ACC_LAYOUT)), 1)
+    LANES: gl.constexpr = 16 if CONFIG.head_size >= 128 else 8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), LAYOUT)
+    row = ME * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, CONFIG.head_size, gl.SliceLayout(0, LAYOUT))
+    place = (token + row // PACK).to(gl.int64) * out_stride_token
+    place = place + (head_tile * PACK + row % PACK) * out_stride_head
+    gl.store(
+        out_ptr + gl.expand_dims(place, 1) + gl.expand_dims(column, 0),
+        out,
+        mask=gl.expand_dims(row < num_tokens * PACK, 1),
+    )
+
+
+@gluon.jit
+def consume(
+    ME: gl.constexpr,
+    CONFIG: gl.constexpr,
+    q_tiles,
+    k_tiles,
+    v_tiles,
+    v_boxes,
+    q_full,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    starts_ptr,
+    tiles_ptr,
+    out_ptr,
+    out_stride_token,
+    out_stride_head,
+    lse_ptr,
+    lse_stride_token,
+    slopes_ptr,
+    sinks_ptr,
+    window,
+    log2_scale,
+    score_factor,
+    cap_log2,
+):
+    """One warpgroup that attends for 64 rows of each row tile."""
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    HEAD_SIZE: gl.constexpr = CONFIG.head_size
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    # Tokens of this consumer's first and last row, counted from the row tile's first.
+    NEAR: gl.constexpr = ME * 64 // CONFIG.pack
+    FAR: gl.constexpr = (ME * 64 + 63) // CONFIG.pack
+    q = q_tiles.index(ME)
+    row = ME * 64 + gl.arange(0, 64, ROW_LAYOUT)
+    row_token = row // CONFIG.pack
+    factors = (log2_scale, score_factor, cap_log2)
+    first = gl.load(starts_ptr + gl.program_id(0))
+    end = gl.load(starts_ptr + gl.program_id(0) + 1)
+    step = 0
+    if ME == CONFIG.num_consumers - 1:
+        pass_turn(step, ME, CONFIG)
+    _, token, head_tile, num_tokens, position, reach, num_keys, num_tiles = read_row_tile(
+        tiles_ptr, first
+    )
+    for i in range(first, end):
+        first_key = first_key_of(position, window, CONFIG)
+        first_tile = first_key // BLOCK_N
+        tile = first_tile + num_tiles - 1
+        sight = (row_token, position, reach, num_keys, window)
+        slopes = row_token.to(gl.float32)
+        if CONFIG.score.alibi != 0:
+            head = head_tile * CONFIG.pack + row % CONFIG.pack
+            slopes = gl.load(slopes_ptr + head) * 1.4426950408889634
+
+        # The first K tile: there is no product with V beside it.
+        slot = step & (CONFIG.stages - 1)
+        phase = (step // CONFIG.stages) & 1
+        mbarrier.wait(k_full.index(slot), phase)
+        mbarrier.wait(q_full, (i - first) & 1)
+        take_turn(step, ME, CONFIG)
+        s = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
+        s = warpgroup_mma(q, k_tiles.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
+        pass_turn(step, ME, CONFIG)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        s = visible_scores(s, tile, sight, slopes, factors, S_LAYOUT, True, CONFIG)
+        top = gl.full([64], float("-inf"), gl.float32, ROW_LAYOUT)
+        total = gl.zeros([64], gl.float32, ROW_LAYOUT)
+        weights, fade, top, total = online_softmax(s, top, total, log2_scale, True)
+        mbarrier.wait(v_full.index(slot), phase)
+        zero_past_end(v_boxes, slot, tile, num_keys, CONFIG)
+        step += 1
+
+        # The others: cut by the diagonal or the end, seen whole by all rows, cut by the window.
+        end_whole = gl.maximum(gl.minimum(position + reach + NEAR + 1, num_keys), 0) // BLOCK_N
+        num_cut = gl.minimum(tile - gl.maximum(end_whole, first_tile), num_tiles - 1)
+        num_cut = gl.maximum(num_cut, 0)
+        num_whole = num_tiles - 1 - num_cut
+        if CONFIG.score.window:
+            first_whole = first_key_of(position + FAR, window, CONFIG)
+            first_whole = (first_whole + BLOCK_N - 1) // BLOCK_N
+            num_whole = gl.maximum(gl.minimum(num_whole, tile - num_cut - first_whole), 0)
+        acc = gl.zeros([64, HEAD_SIZE], gl.float32, ACC_LAYOUT)
+        for part in gl.static_range(3 if CONFIG.score.window else 2):
+            count = num_cut
+            if part == 1:
+                count = num_whole
+            if part == 2:
+                count = num_tiles - 1 - num_cut - num_whole
+            for _ in range(0, count):
+                tile -= 1
+                acc, weights, fade, top, total = attend_tile(
+                    ME,
+                    CONFIG,
+                    S_LAYOUT,
+                    P_LAYOUT,
+                    part != 1,
+                    q,
+                    k_tiles,
+                    v_tiles,
+                    k_full,
+                    k_empty,
+                    v_full,
+                    v_empty,
+                    step,
+                    tile,
+                    acc,
+                    weights,
+                    fade,
+                    top,
+                    total,
+                    sight,
+                    slopes,
+                    factors,
+                )
+                step += 1
+
+        # The last product with V, while the next record is on its way.
+        _, token2, head_tile2, num_tokens2, position2, reach2, num_keys2, num_tiles2 = (
+            read_row_tile(tiles_ptr, gl.minimum(i + 1, end - 1))
+        )
+        slot = (step - 1) & (CONFIG.stages - 1)
+        if CONFIG.score.window:
+            zero_before_window(v_boxes, slot, first_tile, first_key, CONFIG)
+        acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, ACC_LAYOUT)), 1)
+        p = gl.convert_layout(weights.to(q.dtype), P_LAYOUT)
+        acc = warpgroup_mma(p, v_tiles.index(slot), acc, is_async=True)
+        sinks = total
+        if CONFIG.score.sinks:
+            sinks = gl.load(sinks_ptr + head_tile * CONFIG.pack + row % CONFIG.pack)
+        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        mbarrier.arrive(v_empty.index(slot), count=1)
+        factor, lse = finish_rows(top, total, sinks, log2_scale, CONFIG)
+        store_rows(
+            ME,
+            CONFIG,
+            ROW_LAYOUT,
+            ACC_LAYOUT,
+            acc,
+            factor,
+            lse,
+            token,
+            head_tile,
+            num_tokens,
+            out_ptr,
+            out_stride_token,
+            out_stride_head,
+            lse_ptr,
+            lse_stride_token,
+        )
+        token = token2
+        head_tile = head_tile2
+        num_tokens = num_tokens2
+        position = position2
+        reach = reach2
+        num_keys = num_keys2
+        num_tiles = num_tiles2
+    if ME == 0:
+        # The last turn that was passed on comes back to the first consumer.
+        take_turn(step, ME, CONFIG)
+
+
+@gluon.jit(
+    do_not_specialize=["num_pages", "window", "table_stride"],
+    do_not_specialize_on_alignment=["starts_ptr", "tiles_ptr", "table_ptr"],
+)
+def prefill_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    starts_ptr,
+    tiles_ptr,
+    table_ptr,
+    table_stride,
+    num_pages,
+    out_ptr,
+    out_stride_token,
+    out_stride_head,
+    lse_ptr,
+    lse_stride_token,
+    slopes_ptr,
+    sinks_ptr,
+    window,
+    log2_scale,
+    score_factor,
+    cap_log2,
+    CONFIG: gl.constexpr,
+):
+    """Set up rings and roles; see `launch.prefill_call` for the arguments."""
+    DTYPE: gl.constexpr = q_desc.dtype
+    HEAD_SIZE: gl.constexpr = CONFIG.head_size
+    PACK: gl.constexpr = CONFIG.pack
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    ROWS: gl.constexpr = CONFIG.rows
+    STAGES: gl.constexpr = CONFIG.stages
+    CONSUMERS: gl.constexpr = CONFIG.num_consumers
+    BOXES: gl.constexpr = STAGES * (HEAD_SIZE // 64) * (BLOCK_N // ROWS)
+    Q_BOXES: gl.constexpr = CONSUMERS * (HEAD_SIZE // 64)
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q_boxes = gl.allocate_shared_memory(DTYPE, [Q_BOXES, 64 // PACK, 1, PACK, 64], q_desc.layout)
+    k_boxes = gl.allocate_shared_memory(DTYPE, [BOXES, 1, 1, ROWS, 64], k_desc.layout)
+    v_boxes = gl.allocate_shared_memory(DTYPE, [BOXES, 1, 1, ROWS, 64], v_desc.layout)
+    q_tiles = reinterpret(q_boxes, DTYPE, [CONSUMERS, 64, HEAD_SIZE], MATRIX)
+    k_tiles = reinterpret(k_boxes, DTYPE, [STAGES, BLOCK_N, HEAD_SIZE], MATRIX)
+    v_tiles = reinterpret(v_boxes, DTYPE, [STAGES, BLOCK_N, HEAD_SIZE], MATRIX)
+
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    mbarrier.init(q_full, count=1)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(k_empty.index(s), count=CONSUMERS)
+        mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(v_empty.index(s), count=CONSUMERS)
+    fence_async_shared()
+    barrier()
+
+    rings = (q_full, k_full, k_empty, v_full, v_empty)
+    consumer = (q_tiles, k_tiles, v_tiles, v_boxes) + rings
+    consumer = consumer + (starts_ptr, tiles_ptr, out_ptr, out_stride_token, out_stride_head)
+    consumer = consumer + (lse_ptr, lse_stride_token, slopes_ptr, sinks_ptr)
+    consumer = consumer + (window, log2_scale, score_factor, cap_log2)
+    lists = (q_desc, q_boxes, q_full, starts_ptr, tiles_ptr, table_ptr, table_stride)
+    lists = lists + (num_pages, window)
+    keys = (k_desc, k_boxes, k_full, k_empty) + lists
+    values = (v_desc, v_boxes, v_full, v_empty) + lists
+    MINE: gl.constexpr = CONFIG.consumer_registers
+    THEIRS: gl.constexpr = CONFIG.producer_registers
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (gl.constexpr(0), CONFIG) + consumer),
+                (consume, (gl.constexpr(1), CONFIG) + consumer),
+                (produce, (gl.constexpr(True), CONFIG) + keys),
+                (produce, (gl.constexpr(False), CONFIG) + values),
+            ],
+            [4, 1, 1],
+            [MINE, THEIRS, THEIRS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (gl.constexpr(0), CONFIG) + consumer),
+                (consume, (gl.constexpr(1), CONFIG) + consumer),
+                (consume, (gl.constexpr(2), CONFIG) + consumer),
+                (produce, (gl.constexpr(True), CONFIG) + keys),
+                (produce, (gl.constexpr(False), CONFIG) + values),
+            ],
+            [4, 4, 1, 1],
+            [MINE, MINE, THEIRS, THEIRS],
+        )

@@ -1,0 +1,188 @@
+"""Parts of a tile, shared by the prefill and the decode kernel: pages, copies, scores, mask, softmax.
+
+In: descriptors, shared memory and scalars of one tile. Out: values for the kernel's own loop. Device
+code; CONFIG is a `config.KernelConfig`.
+
+A K or V tile is `block_n` keys by `head_size`, kept as head_size / 64 strips of 64 columns: 128 bytes,
+the widest a swizzled copy can be. A box of `rows` keys of one page and strip is one copy. Box i of
+strip c of slot s lies at index (s * strips + c) * boxes + i, which makes the strips of a slot together
+the swizzled matrix that the tensor cores read.
+
+Scores are kept in units of `log2_scale`: a weight is exp2((score - max) * log2_scale).
+"""
+
+# ruff: noqa: RUF005, SIM102 (device code: tuples grow by +, and `if` on a constant stands alone)
+
+from attnkit.backends.hopper.gluon_api import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+)
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def first_key_of(position, window, CONFIG: gl.constexpr):
+    """First key that a query at `position` sees."""
+    first = position * 0
+    if CONFIG.score.window:
+        first = gl.maximum(position - window + 1, 0)
+    return first
+
+
+@gluon.jit
+def pages_of_tile(table_ptr, tile, first_page, end_page, num_pages, CONFIG: gl.constexpr):
+    """Physical pages of the boxes of a tile, as a tuple.
+
+    A page that no query sees becomes `num_pages`, out of bounds of the pool: a copy from there writes
+    zeros and counts its bytes all the same. Its table cell is not read.
+    """
+    pages = ()
+    for i in gl.static_range(CONFIG.block_n // CONFIG.rows):
+        page = (tile * CONFIG.block_n + i * CONFIG.rows) // CONFIG.page_size
+        seen = (page >= first_page) & (page < end_page)
+        pages = pages + (gl.load(table_ptr + page, mask=seen, other=num_pages),)
+    return pages
+
+
+@gluon.jit
+def copy_tile(desc, buffer, full, pages, tile, kv_head, slot, CONFIG: gl.constexpr):
+    """Start the copies of one K or V tile; all of them complete on barrier `full`."""
+    STRIPS: gl.constexpr = CONFIG.head_size // 64
+    BOXES: gl.constexpr = CONFIG.block_n // CONFIG.rows
+    mbarrier.expect(full, CONFIG.block_n * CONFIG.head_size * 2)
+    for i in gl.static_range(BOXES):
+        row = 0
+        if CONFIG.page_size != CONFIG.rows:
+            row = (tile * CONFIG.block_n + i * CONFIG.rows) % CONFIG.page_size
+        for c in gl.static_range(STRIPS):
+            place = buffer.index((slot * STRIPS + c) * BOXES + i)
+            tma_load(desc, [pages[i], kv_head, row, c * 64], full, place)
+
+
+@gluon.jit
+def zero_keys(boxes, slot, box, first, end, CONFIG: gl.constexpr):
+    """Zero the rows of one box of a tile outside first to end: what no query sees may be NaN.
+
+    Every warpgroup that reads the tile does this for itself. Others may read the tile meanwhile, since
+    the rows they use are written with what they hold.
+    """
+    STRIPS: gl.constexpr = CONFIG.head_size // 64
+    BOXES: gl.constexpr = CONFIG.block_n // CONFIG.rows
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 4, 8], [1, 1, 4, 1], [3, 2, 1, 0])
+    OF_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
+    row = gl.arange(0, CONFIG.rows, OF_ROW)
+    keep = (row >= first) & (row < end)
+    keep = gl.expand_dims(gl.expand_dims(gl.expand_dims(keep, 0), 1), 3)
+    for c in gl.static_range(STRIPS):
+        place = boxes.index((slot * STRIPS + c) * BOXES + box)
+        values = place.load(LAYOUT)
+        place.store(gl.where(keep, values, gl.zeros_like(values)))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def zero_past_end(boxes, slot, tile, num_keys, CONFIG: gl.constexpr):
+    """Zero the rows of a V tile past the request's last key, in the box that holds it."""
+    rows = num_keys - tile * CONFIG.block_n
+    if (rows < CONFIG.block_n) & (rows % CONFIG.rows != 0):
+        zero_keys(boxes, slot, rows // CONFIG.rows, 0, rows % CONFIG.rows, CONFIG)
+
+
+@gluon.jit
+def zero_before_window(boxes, slot, tile, first_key, CONFIG: gl.constexpr):
+    """Zero the rows of a V tile before the first key that any query sees, in the box that holds it."""
+    rows = first_key - tile * CONFIG.block_n
+    if (rows > 0) & (rows < CONFIG.block_n) & (rows % CONFIG.rows != 0):
+        zero_keys(boxes, slot, rows // CONFIG.rows, rows % CONFIG.rows, CONFIG.rows, CONFIG)
+
+
+@gluon.jit
+def visible_scores(
+    s,
+    tile,
+    sight,
+    slopes,
+    factors,
+    LAYOUT: gl.constexpr,
+    MASKED: gl.constexpr,
+    CONFIG: gl.constexpr,
+):
+    """Scores of one tile as the softmax takes them, -inf where a row does not see the key.
+
+    Args:
+        s: raw q.k.
+        sight: (token of each row counted from the row tile's first, position of that first token, keys
+            that a query sees past its own position, keys of the request, window).
+        slopes: ALiBi slope of each row, times log2(e).
+        factors: (log2_scale, score_factor, cap_log2). A linear score stays raw. Otherwise score_factor
+            is scale * log2(e), or 2 * log2(e) * scale / cap beside cap_log2 = cap * log2(e).
+    """
+    row_token, position, reach, num_keys, window = sight
+    _, score_factor, cap_log2 = factors
+    keys = tile * CONFIG.block_n + gl.arange(0, CONFIG.block_n, gl.SliceLayout(0, LAYOUT))
+    if not CONFIG.score.linear:
+        s = s * score_factor
+        if CONFIG.score.soft_cap:
+            # cap * tanh(x), with exp2(s) = exp(2 x). Where that overflows, tanh is 1.
+            s = cap_log2 - 2.0 * cap_log2 / (gl.exp2(s) + 1.0)
+        if CONFIG.score.alibi != 0:
+            ahead = gl.expand_dims(keys, 0) - gl.expand_dims(position + row_token, 1)
+            ahead = ahead.to(gl.float32)
+            if CONFIG.score.alibi == 2:
+                ahead = -gl.sqrt(gl.maximum(-ahead, 0.0))
+            s = s + gl.expand_dims(slopes, 1) * ahead
+    if MASKED:
+        last = gl.minimum(position + reach + row_token, num_keys - 1)
+        seen = gl.expand_dims(keys, 0) <= gl.expand_dims(last, 1)
+        if CONFIG.score.window:
+            first = position - window + 1 + row_token
+            seen = seen & (gl.expand_dims(keys, 0) >= gl.expand_dims(first, 1))
+        s = gl.where(seen, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def online_softmax(s, top, total, log2_scale, MASKED: gl.constexpr):
+    """One step of the running softmax.
+
+    MASKED: rows may have seen no key yet; their maximum is -inf and 0 is subtracted instead.
+
+    Returns:
+        weights, what earlier sums are multiplied by, the new maximum and the new sum.
+    """
+    new_top = gl.maximum(top, gl.max(s, 1))
+    base = new_top * log2_scale
+    if MASKED:
+        base = gl.where(new_top == float("-inf"), 0.0, base)
+    fade = gl.exp2(top * log2_scale - base)
+    weights = gl.exp2(s * log2_scale - gl.expand_dims(base, 1))
+    return weights, fade, new_top, total * fade + gl.sum(weights, 1)
+
+
+@gluon.jit
+def finish_rows(top, total, sinks, log2_scale, CONFIG: gl.constexpr):
+    """What the output of each row is multiplied by, and its natural LSE.
+
+    The sink joins here: one more logit in the denominator, without a value. A row that saw no key has
+    total 0: its output becomes 0 and its LSE -inf, or the sink's.
+    """
+    top = top * log2_scale
+    fade = top
+    if CONFIG.score.sinks:
+        sinks = sinks * LOG2_E
+        with_sink = gl.maximum(top, sinks)
+        base = gl.where(with_sink == float("-inf"), 0.0, with_sink)
+        fade = gl.exp2(top - base)
+        total = total * fade + gl.exp2(sinks - base)
+        top = with_sink
+    factor = 1.0 / gl.where(total == 0.0, 1.0, total)
+    if CONFIG.score.sinks:
+        factor = factor * fade
+    return factor, (top + gl.log2(total)) * LN_2

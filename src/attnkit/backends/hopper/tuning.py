@@ -1,0 +1,100 @@
+"""Tile sizes, rings and registers: pure functions of a layer's shape, each with its reason.
+
+In: head size, group size, page size, and the parts of the score. Out: the frozen constants of a kernel.
+Nothing is tuned while serving, and nothing depends on the batch.
+"""
+
+from __future__ import annotations
+
+import math
+
+from attnkit.backends.hopper.config import DecodeConfig, PrefillConfig, ScoreConfig
+
+HEAD_SIZES = (64, 128, 256)
+"""Multiples of a 64-column strip, and powers of two, which register tiles must be."""
+
+PAGE_MULTIPLE = 16
+"""Pages hold a multiple of this many keys: smaller boxes would be mostly overhead."""
+
+MAX_GROUP_SIZE = 64
+"""Query heads of a KV head fit the 64 rows of a warpgroup's product."""
+
+MAX_DECODE_QUERY_LEN = 16
+"""Requests with at most this many queries are decoded, others prefilled. A row tile of the prefill
+kernel has 128 rows or more, so that with 16 queries it would be mostly empty for groups below 8."""
+
+
+def prefill_config(
+    head_size: int, group_size: int, page_size: int, score: ScoreConfig
+) -> PrefillConfig:
+    """Constants of the prefill kernel."""
+    block_n, stages, num_consumers, turns = 128, 2, 2, True
+    maxnreg, consumer_registers, producer_registers = 168, 240, 24
+    if head_size == 256:
+        # The accumulator alone is 128 registers, and a tile of 128 keys would not leave room for two
+        # in shared memory. One pair of runs gave 632 TFLOP/s with turns and 707 without (page 16).
+        block_n, turns = 64, False
+    return PrefillConfig(
+        score=score,
+        head_size=head_size,
+        group_size=group_size,
+        # Heads side by side leave less of the diagonal's tile unused and fill short row tiles. Other
+        # factors of the group would not divide 64 rows.
+        pack=math.gcd(group_size, MAX_GROUP_SIZE),
+        page_size=page_size,
+        block_n=block_n,
+        rows=math.gcd(page_size, block_n),
+        stages=stages,
+        maxnreg=maxnreg,
+        consumer_registers=consumer_registers,
+        producer_registers=producer_registers,
+        num_consumers=num_consumers,
+        turns=turns,
+    )
+
+
+def decode_config(
+    head_size: int, group_size: int, page_size: int, score: ScoreConfig
+) -> DecodeConfig:
+    """Constants of the decode kernel.
+
+    A K and a V tile together are 32 KiB (64 KiB for head size 256); reading at full speed needs about
+    35 KB in flight on each multiprocessor (4.6 TB/s times 1 us over 132).
+    """
+    block_n = 128 if head_size == 64 else 64
+    # Two programs a multiprocessor, so that one's products run while the other waits; head size 256
+    # leaves shared memory for one.
+    alone = head_size == 256
+    maxnreg = 144 if alone else 128
+    return DecodeConfig(
+        score=score,
+        head_size=head_size,
+        group_size=group_size,
+        pack=1 << (group_size - 1).bit_length(),
+        page_size=page_size,
+        block_n=block_n,
+        rows=math.gcd(page_size, block_n),
+        stages=3,
+        maxnreg=maxnreg,
+        consumer_registers=2 * maxnreg - 40,
+        producer_registers=40,
+        q_in_registers=not alone,
+    )
+
+
+def decode_programs(config: DecodeConfig, num_sms: int) -> int:
+    """Programs of the decode kernel: all that run at once."""
+    return num_sms if config.head_size == 256 else 2 * num_sms
+
+
+MIN_DECODE_TILES = 2
+"""Least K/V tiles of a program's share: below it the folding of states costs more than the reading."""
+
+ROW_TILE_COST = 1.5
+"""Cost of a row tile beyond its K/V tiles, in K/V tiles: start, epilogue and the ends of the pipeline.
+Fitted times of 2 to 3 us beside 1.78 us a K/V tile (head size 128)."""
+
+L2_SECTION_BYTES = 16 << 20
+"""Keys and values that are worked on together should stay in the L2 cache of 60 MB, whose halves each
+keep a copy of what both sides read. 8 to 32 MiB measured alike; without sections 1,024-token prompts
+ran 20 % slower."""
