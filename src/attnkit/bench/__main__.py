@@ -8,6 +8,7 @@ of ours was wrong or failed or an argument was refused, 2 for arguments that are
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -37,7 +38,8 @@ from attnkit.bench.table import ceilings_line, show, show_comparison
 from attnkit.bench.timing import QUICK, Effort
 from attnkit.bench.workloads import KINDS, Kind, Workload, parse_shape
 from attnkit.contract import KVCacheLayout
-from attnkit.errors import AttnkitError, ConfigurationError
+from attnkit.errors import AttnkitError, BackendUnavailable, ConfigurationError
+from attnkit.select import resolve
 
 _EPILOG = f"""\
 examples:
@@ -57,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
     made = argparse.ArgumentParser(
         prog="attnkit bench",
-        description="Measure backends beside their rivals: same numbers, one process, outputs checked "
+        description="Measure backends beside their rivals: same numbers, one process, outputs checked\n"
         "against float64 before anything is timed.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -139,7 +141,9 @@ def _measure(options: argparse.Namespace) -> int:
     device = _device(options)
     if options.threads is not None:
         _set_threads(options.threads)
-    text = "e2e" in options.what
+    texts: list[TextWorkload] = []
+    if "e2e" in options.what:
+        texts = [TextWorkload.parse(s) for s in _shapes(options.shape or [""], "e2e")]
     what = [name for name in options.what if name != "e2e"]
     workloads = _workloads(options, what) if what else []
     contenders = _contenders(options)
@@ -159,7 +163,10 @@ def _measure(options: argparse.Namespace) -> int:
             command=machine.command(),
             started=started,
             ceilings=ceilings,
-            workloads={workload.name: _facts(workload) for _, workload in workloads},
+            workloads={
+                **{workload.name: _facts(workload) for _, workload in workloads},
+                **{workload.name: asdict(workload) for workload in texts},
+            },
             rows=tuple(rows),
         )
 
@@ -168,8 +175,8 @@ def _measure(options: argparse.Namespace) -> int:
         rows += done
         if options.json is not None:
             save(record(), options.json)
-    if text:
-        rows += _measure_text(options, device)
+    for text in texts:
+        rows += _measure_text(text, options, device)
         if options.json is not None:
             save(record(), options.json)
     made = record()
@@ -178,21 +185,19 @@ def _measure(options: argparse.Namespace) -> int:
     return int(any(row.status in ("wrong", "failed") and not row.is_rival for row in rows))
 
 
-def _measure_text(options: argparse.Namespace, device: torch.device) -> list[Row]:
-    rows = []
-    for shape in _shapes(options.shape or [""], "e2e"):
-        workload = TextWorkload.parse(shape)
-        _say(workload.name)
-        ours = [
-            AttnkitEngine(options.model, workload.dtype, backend, device)
-            for backend in options.backend or ["auto"]
-        ]
-        engines: list[TextEngine] = list(ours)
-        if options.against != "none":
-            engines.append(TransformersEngine(ours[0].llm.model_path, workload.dtype, device))
-        prompts = encode_prompts(ours[0].llm, workload)
-        rows += measure(engines, prompts, workload, 2 if options.quick else 5, _say)
-    return rows
+def _measure_text(
+    workload: TextWorkload, options: argparse.Namespace, device: torch.device
+) -> list[Row]:
+    _say(workload.name)
+    ours = [
+        AttnkitEngine(options.model, workload.dtype, backend, device)
+        for backend in options.backend or ["auto"]
+    ]
+    engines: list[TextEngine] = list(ours)
+    if options.against != "none":
+        engines.append(TransformersEngine(ours[0].llm.model_path, workload.dtype, device))
+    prompts = encode_prompts(ours[0].llm, workload)
+    return measure(engines, prompts, workload, 2 if options.quick else 5, _say)
 
 
 def _workloads(options: argparse.Namespace, what: Sequence[str]) -> list[tuple[str, Workload]]:
@@ -241,6 +246,12 @@ def _kind(name: str) -> Kind:
 def _contenders(options: argparse.Namespace) -> list[Contender]:
     layout = None if options.layout is None else KVCacheLayout.parse(options.layout)
     names = dict.fromkeys(options.backend or ["auto"])
+    for name in names:
+        if name != "auto":
+            # A name that nothing has is a mistake now, not a row of every workload. A library that is
+            # missing is such a row.
+            with contextlib.suppress(BackendUnavailable):
+                resolve(name)
     ours: list[Contender] = [Subject(backend=name, layout=layout) for name in names]
     return [*ours, *rivals(options.against)]
 

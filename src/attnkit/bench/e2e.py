@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -22,6 +22,9 @@ from attnkit.bench.timing import Timing
 from attnkit.bench.workloads import DTYPES
 from attnkit.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from attnkit.runner.llm import LLM
+
 GROUP = "e2e"
 
 
@@ -31,11 +34,13 @@ class TextWorkload:
 
     Attributes:
         num_prompts: of `PROMPTS`, from the first.
+        num_prompt_tokens: random tokens in each prompt instead, for any number of them; None: text.
         num_tokens: generated for each, end tokens ignored.
         dtype: of weights and activations: a key of `DTYPES`.
     """
 
     num_prompts: int = 16
+    num_prompt_tokens: int | None = None
     num_tokens: int = 64
     dtype: str = "bfloat16"
 
@@ -44,21 +49,25 @@ class TextWorkload:
             raise ConfigurationError(
                 f"dtype {self.dtype!r} is not known; use one of {', '.join(DTYPES)}"
             )
-        if not 1 <= self.num_prompts <= len(PROMPTS):
+        if self.num_prompt_tokens is None and self.num_prompts > len(PROMPTS):
             raise ConfigurationError(
-                f"prompts={self.num_prompts} is not allowed; give 1 to {len(PROMPTS)}"
+                f"prompts={self.num_prompts} is not allowed; give at most {len(PROMPTS)}, or "
+                "prompt_tokens=N for random ones"
             )
-        if self.num_tokens < 1:
-            raise ConfigurationError(f"tokens={self.num_tokens} is not allowed; give at least 1")
+        for key in ("num_prompts", "num_prompt_tokens", "num_tokens"):
+            if (value := getattr(self, key)) is not None and value < 1:
+                raise ConfigurationError(f"{key} {value} is not allowed; give at least 1")
 
     @property
     def name(self) -> str:
         """What it is called in tables and records."""
-        return f"e2e {self.num_prompts} prompts x {self.num_tokens} tokens {self.dtype}"
+        prompt = "" if self.num_prompt_tokens is None else f" of {self.num_prompt_tokens}"
+        return f"e2e {self.num_prompts} prompts{prompt} x {self.num_tokens} tokens {self.dtype}"
 
     @classmethod
     def parse(cls, text: str) -> TextWorkload:
-        """From `prompts=16,tokens=64,dtype=bfloat16`; what is left out has its default.
+        """From `prompts=16,tokens=64,dtype=bfloat16,prompt_tokens=1024`; what is left out has its
+        default.
 
         Raises:
             ConfigurationError: a key is not known or a value not allowed.
@@ -68,11 +77,12 @@ class TextWorkload:
             key, _, value = part.partition("=")
             if key == "dtype":
                 given["dtype"] = value
-            elif key in ("prompts", "tokens") and value.isdecimal():
+            elif key in ("prompts", "prompt_tokens", "tokens") and value.isdecimal():
                 given[f"num_{key}"] = int(value)
             else:
                 raise ConfigurationError(
-                    f"shape of e2e has no {part!r}; use prompts=N, tokens=N, dtype=NAME"
+                    f"shape of e2e has no {part!r}; use prompts=N, tokens=N, dtype=NAME, "
+                    "prompt_tokens=N"
                 )
         return cls(**given)
 
@@ -160,8 +170,17 @@ class TransformersEngine:
         return out[:, width:].tolist()
 
 
-def encode_prompts(llm: Any, workload: TextWorkload) -> list[list[int]]:
-    """The workload's prompts as token ids: through the chat template where the model has one."""
+def encode_prompts(llm: LLM, workload: TextWorkload) -> list[list[int]]:
+    """The workload's prompts as token ids.
+
+    Texts go through the chat template where the model has one. Random tokens leave out the first 100
+    ids, where control tokens stand.
+    """
+    if workload.num_prompt_tokens is not None:
+        shape = (workload.num_prompts, workload.num_prompt_tokens)
+        size = llm.engine.model.vocab_size
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(min(100, size // 2), size, shape, generator=generator).tolist()
     texts = PROMPTS[: workload.num_prompts]
     if not llm.has_chat_template:
         return [llm.tokenizer.encode(text) for text in texts]
@@ -174,8 +193,17 @@ def measure(
     workload: TextWorkload,
     rounds: int,
     progress: Callable[[str], None] = lambda line: None,
+    pause_s: float = 0.0,
 ) -> list[Row]:
     """Let engines generate in turns; the first round warms up and counts for nothing.
+
+    Args:
+        engines: ours and rivals.
+        prompts: token ids.
+        workload: what it is called, and how many tokens are wanted.
+        rounds: that count.
+        progress: called with a line after each generation.
+        pause_s: between turns, for engines in other processes whose idle threads go on spinning.
 
     Raises:
         ConfigurationError: an engine returned another number of tokens than asked.
@@ -184,6 +212,7 @@ def measure(
     texts: dict[str, list[list[int]]] = {}
     for turn in range(rounds + 1):
         for engine in engines:
+            time.sleep(pause_s)
             start = time.perf_counter()
             out = engine.generate(prompts, workload.num_tokens)
             elapsed = time.perf_counter() - start

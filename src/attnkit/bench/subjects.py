@@ -36,7 +36,9 @@ class Subject:
 
     @property
     def name(self) -> str:
-        return self.backend if self.layout is None else f"{self.backend} {self.layout.name}"
+        # Of path/to/file.py:Class the path says nothing that a table has room for.
+        name = self.backend.rsplit("/", 1)[-1]
+        return name if self.layout is None else f"{name} {self.layout.name}"
 
     def prepare(self, inputs: Inputs) -> Prepared:
         """Build the layer, lay out its pages, plan the batch."""

@@ -49,7 +49,7 @@ class FlashInfer:
         if workload.kind not in ATTENTION_KINDS:
             raise Refused("attention only")
         wrapper = _decoder(flashinfer, inputs) if single else self._prefiller(flashinfer, inputs)
-        _plan(wrapper, inputs, single=single)
+        _plan(wrapper, inputs, _paging(inputs), single=single)
         if self.own:
             pages: Any = own_pages(inputs)
             note = "a copy of the pages in its own layout"
@@ -67,9 +67,9 @@ class FlashInfer:
         return wrapper(_workspace(inputs), "NHD", backend=kernel)
 
     def _prepare_plan(self, flashinfer: ModuleType, inputs: Inputs) -> Prepared:
-        wrapper = _decoder(flashinfer, inputs)
+        wrapper, paging = _decoder(flashinfer, inputs), _paging(inputs)
         return Prepared(
-            run=lambda: _plan(wrapper, inputs, single=True), note="plan", capturable=False
+            run=lambda: _plan(wrapper, inputs, paging, single=True), note="plan", capturable=False
         )
 
 
@@ -84,20 +84,30 @@ def _decoder(flashinfer: ModuleType, inputs: Inputs) -> Any:
     )
 
 
-def _plan(wrapper: Any, inputs: Inputs, *, single: bool) -> None:
-    """Hand over the batch in its terms: pages of all requests in one row, cut by offsets."""
-    workload, batch, size = inputs.workload, inputs.batch, inputs.workload.block_size
+Paging = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _paging(inputs: Inputs) -> Paging:
+    """The block table in its terms: pages of all requests in one row, where each request's begin, and
+    how many tokens its last page has. An engine that uses FlashInfer keeps it so."""
+    workload, size = inputs.workload, inputs.workload.block_size
     lens = torch.tensor(workload.seq_lens, dtype=torch.int32)
     counts = (lens + size - 1) // size
     offsets = torch.zeros(workload.num_reqs + 1, dtype=torch.int32)
     offsets[1:] = counts.cumsum(0)
     ids = torch.tensor([i for ids in inputs.block_tables for i in ids], dtype=torch.int32)
-    paging = (
-        offsets.to(inputs.device),
-        ids.to(inputs.device),
-        ((lens - 1) % size + 1).to(inputs.device),
+    last = (lens - 1) % size + 1
+    return offsets.to(inputs.device), ids.to(inputs.device), last.to(inputs.device)
+
+
+def _plan(wrapper: Any, inputs: Inputs, paging: Paging, *, single: bool) -> None:
+    workload, batch = inputs.workload, inputs.batch
+    heads = (
+        workload.num_heads,
+        workload.num_kv_heads,
+        workload.head_size,
+        workload.block_size,
     )
-    heads = (workload.num_heads, workload.num_kv_heads, workload.head_size, size)
     types = {"q_data_type": workload.torch_dtype, "kv_data_type": workload.cache_torch_dtype}
     if single:
         wrapper.plan(*paging, *heads, **types)

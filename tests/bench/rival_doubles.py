@@ -1,0 +1,325 @@
+"""Doubles of rivals' libraries: their documented signatures, computed by plain torch on a CPU.
+
+In: what an adapter passes. Out: what the library would return, so that a test sees whether the
+arguments mean what the library says they mean. Memory a call may not read is poisoned by the tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import ModuleType
+
+import torch
+
+
+def varlen(q, keys_of, starts, causal) -> torch.Tensor:
+    """Attention of packed queries; `keys_of(request)` gives k, v of shape (n, kv_heads, d)."""
+    out = torch.empty_like(q)
+    for r in range(len(starts) - 1):
+        k, v = (x.float() for x in keys_of(r))
+        rows = q[starts[r] : starts[r + 1]].float()
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        score = torch.einsum("qhd,khd->hqk", rows, k) / math.sqrt(q.shape[-1])
+        if causal:
+            n, m = score.shape[1:]
+            score.masked_fill_(~torch.ones(n, m, dtype=torch.bool).tril(m - n), -math.inf)
+        out[starts[r] : starts[r + 1]] = torch.einsum("hqk,khd->qhd", score.softmax(-1), v)
+    return out
+
+
+def from_pages(k_pages, v_pages, table, lens):
+    """Reader of pages (blocks, page, heads, d) by block table."""
+
+    def keys_of(r: int):
+        n = int(lens[r])
+        ids = table[r, : -(-n // k_pages.shape[1])].long()
+        return tuple(x[ids].flatten(0, 1)[:n] for x in (k_pages, v_pages))
+
+    return keys_of
+
+
+def vllm_flash_attention() -> ModuleType:
+    """`vllm.vllm_flash_attn.flash_attn_interface` of vLLM 0.20."""
+    module = ModuleType("vllm.vllm_flash_attn.flash_attn_interface")
+
+    def get_scheduler_metadata(
+        batch_size,
+        max_seqlen_q,
+        max_seqlen_k,
+        num_heads_q,
+        num_heads_kv,
+        headdim,
+        cache_seqlens,
+        qkv_dtype=torch.bfloat16,
+        headdim_v=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k_new=None,
+        cache_leftpad=None,
+        page_size=None,
+        max_seqlen_k_new=0,
+        causal=False,
+        window_size=(-1, -1),
+        has_softcap=False,
+        num_splits=0,
+        pack_gqa=None,
+        sm_margin=0,
+    ):
+        assert batch_size == len(cache_seqlens)
+        assert max_seqlen_k == int(cache_seqlens.max())
+        return ("plan", num_heads_q, num_heads_kv, headdim, page_size)
+
+    def flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        max_seqlen_q,
+        cu_seqlens_q,
+        max_seqlen_k,
+        cu_seqlens_k=None,
+        seqused_k=None,
+        q_v=None,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=None,
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        block_table=None,
+        return_softmax_lse=False,
+        out=None,
+        scheduler_metadata=None,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+        num_splits=0,
+        fa_version=2,
+        s_aux=None,
+    ):
+        assert fa_version == 3
+        starts = cu_seqlens_q.tolist()
+        assert max_seqlen_q == max(b - a for a, b in itertools.pairwise(starts))
+        if block_table is None:
+            ends = cu_seqlens_k.tolist()
+            assert max_seqlen_k == max(b - a for a, b in itertools.pairwise(ends))
+            return varlen(
+                q, lambda r: (k[ends[r] : ends[r + 1]], v[ends[r] : ends[r + 1]]), starts, causal
+            )
+        assert scheduler_metadata == ("plan", q.shape[1], k.shape[2], q.shape[2], k.shape[1])
+        return varlen(q, from_pages(k, v, block_table, seqused_k), starts, causal)
+
+    module.get_scheduler_metadata = get_scheduler_metadata
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    return module
+
+
+def dao_flash_attention_3() -> ModuleType:
+    """`flash_attn_interface` of the hopper folder of Dao's repository."""
+    module = ModuleType("flash_attn_interface")
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False
+    ):
+        starts, ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        assert max_seqlen_k == max(b - a for a, b in itertools.pairwise(ends))
+        return varlen(
+            q, lambda r: (k[ends[r] : ends[r + 1]], v[ends[r] : ends[r + 1]]), starts, causal
+        )
+
+    def flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens=None,
+        page_table=None,
+        cu_seqlens_q=None,
+        max_seqlen_q=None,
+        causal=False,
+    ):
+        reader = from_pages(k_cache, v_cache, page_table, cache_seqlens)
+        return varlen(q, reader, cu_seqlens_q.tolist(), causal)
+
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    return module
+
+
+def flash_attention_2() -> ModuleType:
+    """`flash_attn` 2: pages of a multiple of 256 tokens."""
+    module = ModuleType("flash_attn")
+
+    def flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        causal=False,
+        block_table=None,
+    ):
+        starts, ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        if block_table is None:
+            return varlen(
+                q, lambda r: (k[ends[r] : ends[r + 1]], v[ends[r] : ends[r + 1]]), starts, causal
+            )
+        assert k.shape[1] % 256 == 0
+        lens = [b - a for a, b in itertools.pairwise(ends)]
+        return varlen(q, from_pages(k, v, block_table, lens), starts, causal)
+
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    return module
+
+
+class _FlashInferWrapper:
+    def __init__(
+        self, float_workspace_buffer, kv_layout="NHD", use_tensor_cores=False, backend="auto"
+    ):
+        assert kv_layout == "NHD"
+        assert not bool(float_workspace_buffer.any()), "the workspace starts as zeros"
+        self.planned = None
+
+    def keep(
+        self, indptr, indices, last_page_len, heads, kv_heads, d, page, q_type, kv_type, starts
+    ):
+        assert int(indptr[-1]) == len(indices)
+        assert int(last_page_len.min()) >= 1
+        self.planned = (
+            indptr,
+            indices,
+            last_page_len,
+            (heads, kv_heads, d, page),
+            q_type,
+            kv_type,
+            starts,
+        )
+
+    def run(self, q, paged_kv_cache):
+        indptr, indices, last, (heads, kv_heads, d, page), q_type, kv_type, starts = self.planned
+        if isinstance(paged_kv_cache, tuple):
+            k, v = paged_kv_cache
+            assert k.stride() == v.stride()
+        else:
+            k, v = paged_kv_cache.unbind(1)
+        assert k.shape[1:] == (page, kv_heads, d)
+        assert (q.dtype, k.dtype) == (q_type, kv_type)
+        assert q.shape[1:] == (heads, d)
+
+        def keys_of(r: int):
+            ids = indices[indptr[r] : indptr[r + 1]].long()
+            n = (len(ids) - 1) * page + int(last[r])
+            return tuple(x[ids].flatten(0, 1)[:n].to(q_type) for x in (k, v))
+
+        return varlen(q, keys_of, starts, True)
+
+
+def flashinfer() -> ModuleType:
+    """`flashinfer` 0.6: the two batch wrappers."""
+    module = ModuleType("flashinfer")
+
+    class BatchDecodeWithPagedKVCacheWrapper(_FlashInferWrapper):
+        def plan(
+            self,
+            indptr,
+            indices,
+            last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            pos_encoding_mode="NONE",
+            window_left=-1,
+            logits_soft_cap=None,
+            q_data_type="float16",
+            kv_data_type=None,
+        ):
+            self.keep(
+                indptr,
+                indices,
+                last_page_len,
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
+                q_data_type,
+                kv_data_type,
+                list(range(len(indptr))),
+            )
+
+    class BatchPrefillWithPagedKVCacheWrapper(_FlashInferWrapper):
+        def plan(
+            self,
+            qo_indptr,
+            paged_kv_indptr,
+            paged_kv_indices,
+            paged_kv_last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            page_size,
+            head_dim_vo=None,
+            custom_mask=None,
+            packed_custom_mask=None,
+            causal=False,
+            q_data_type="float16",
+            kv_data_type=None,
+        ):
+            assert causal
+            self.keep(
+                paged_kv_indptr,
+                paged_kv_indices,
+                paged_kv_last_page_len,
+                num_qo_heads,
+                num_kv_heads,
+                head_dim_qk,
+                page_size,
+                q_data_type,
+                kv_data_type,
+                qo_indptr.tolist(),
+            )
+
+    module.BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper
+    module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
+    return module
+
+
+def vllm_triton() -> ModuleType:
+    """`vllm.v1.attention.ops.triton_unified_attention`."""
+    module = ModuleType("vllm.v1.attention.ops.triton_unified_attention")
+
+    def unified_attention(
+        q,
+        k,
+        v,
+        out,
+        cu_seqlens_q,
+        max_seqlen_q,
+        seqused_k,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        window_size,
+        block_table,
+        softcap,
+        q_descale,
+        k_descale,
+        v_descale,
+        seq_threshold_3D=None,
+        num_par_softmax_segments=None,
+        softmax_segm_output=None,
+        softmax_segm_max=None,
+        softmax_segm_expsum=None,
+    ):
+        assert causal
+        assert q_descale is None
+        assert window_size == (-1, -1)
+        assert softmax_scale == q.shape[-1] ** -0.5
+        reader = from_pages(k, v, block_table, seqused_k)
+        out.copy_(varlen(q, reader, cu_seqlens_q.tolist(), causal))
+
+    module.unified_attention = unified_attention
+    return module
