@@ -1,0 +1,300 @@
+"""The attention kernel: prompts, chunks of prompts and any mixture of them, over pages or plain rows.
+
+In: packed queries, K and V, and each request's lengths. Out: output and LSE of every request with at
+least `min_query_len` queries; others are left alone. Device code; `launch.launch_attention` starts it.
+
+One program serves one tile of one request and KV head. Which request that is, it finds on the device,
+so a batch of other lengths can be run without planning anew. Keys come in up to three runs: tiles cut
+by the window's left edge, tiles that all rows see whole, and tiles cut by the diagonal or the end.
+"""
+
+import triton
+import triton.language as tl
+
+from attnkit.backends.triton.tile import (
+    end_key_of,
+    finish,
+    first_key_of,
+    load_key_value,
+    load_rows,
+    online_softmax,
+    pages_of,
+    reach_of,
+    request_flag,
+    scores,
+    tile_rows,
+)
+
+
+@triton.jit
+def request_of_tile(
+    query_start_loc_ptr, tile, num_reqs, BLOCK_Q: tl.constexpr, SEARCH: tl.constexpr
+):
+    """The request that owns a tile: the last one whose first tile is at or before it.
+
+    Request r starts at tile query_start_loc[r] // BLOCK_Q + r. That leaves each request at least the
+    tiles it needs, and is known without the lengths of the requests before it. Counting the starts in
+    blocks of SEARCH waits for memory once, where a binary search waits at every step.
+    """
+    found = 0
+    for first in range(0, num_reqs, SEARCH):
+        request = first + tl.arange(0, SEARCH)
+        start = tl.load(query_start_loc_ptr + request, mask=request < num_reqs, other=0)
+        before = (request < num_reqs) & (start // BLOCK_Q + request <= tile)
+        found += tl.sum(before.to(tl.int32), 0)
+    return found - 1
+
+
+@triton.jit
+def attend_run(
+    run_start,
+    run_end,
+    top,
+    total,
+    acc,
+    q,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    first_token,
+    first_key,
+    end_key,
+    row_first,
+    row_end,
+    positions,
+    slopes,
+    log2_scale,
+    scale,
+    soft_cap,
+    k_stride_page,
+    k_stride_row,
+    v_stride_page,
+    v_stride_row,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_SIZE_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LINEAR: tl.constexpr,
+    ALIBI_SQRT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Attend to the key tiles from run_start to run_end, which is a tile border unless MASKED.
+
+    MASKED: keys outside first_key to end_key, which no row of the tile sees, are not loaded (they may
+    be NaN, and 0 * NaN is NaN), and each row sees only row_first to row_end.
+    """
+    page = pages_of(table_ptr, run_start, run_end, PAGE_SIZE, BLOCK_N)
+    for tile_start in range(run_start, run_end, BLOCK_N):
+        tile_start = tl.multiple_of(tile_start, BLOCK_N)
+        keys = tile_start + tl.arange(0, BLOCK_N)
+        wanted = (keys >= first_key) & (keys < end_key)
+        k, v = load_key_value(
+            k_ptr,
+            v_ptr,
+            table_ptr,
+            page,
+            keys,
+            wanted,
+            first_token,
+            k_stride_page,
+            k_stride_row,
+            v_stride_page,
+            v_stride_row,
+            HEAD_SIZE,
+            HEAD_SIZE_V,
+            BLOCK_D,
+            BLOCK_DV,
+            PAGE_SIZE,
+            MASKED,
+        )
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
+        page = pages_of(table_ptr, tile_start + BLOCK_N, run_end, PAGE_SIZE, BLOCK_N)
+        s = scores(q, k, keys, positions, slopes, scale, soft_cap, LINEAR, ALIBI_SQRT)
+        if MASKED:
+            seen = keys[None, :] < row_end[:, None]
+            if HAS_WINDOW:
+                seen = seen & (keys[None, :] >= row_first[:, None])
+            s = tl.where(seen, s, float("-inf"))
+        weights, top, total, fade = online_softmax(s, top, total, log2_scale)
+        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return top, total, acc
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "min_query_len", "causal", "window", "table_stride"],
+    do_not_specialize_on_alignment=[
+        "query_start_loc_ptr",
+        "kv_lens_ptr",
+        "table_ptr",
+        "causal_ptr",
+    ],
+)
+def attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    query_start_loc_ptr,
+    kv_lens_ptr,
+    table_ptr,
+    causal_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    num_reqs,
+    min_query_len,
+    causal,
+    window,
+    scale,
+    soft_cap,
+    q_stride_token,
+    q_stride_head,
+    k_stride_page,
+    k_stride_row,
+    k_stride_head,
+    v_stride_page,
+    v_stride_row,
+    v_stride_head,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_token,
+    table_stride,
+    GROUP_SIZE: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_SIZE_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LINEAR: tl.constexpr,
+    ALIBI_SQRT: tl.constexpr,
+    SEARCH: tl.constexpr,
+):
+    """Pointers that are None switch their feature off; see `launch.attention_call` for the rest."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
+    HEAD_TILES: tl.constexpr = (GROUP_SIZE + GROUP_TILE - 1) // GROUP_TILE
+    # Backwards: under a causal mask the last tiles of a request are the longest, and begin first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1) // HEAD_TILES
+    head_tile = tl.program_id(1) % HEAD_TILES
+    request = request_of_tile(query_start_loc_ptr, tile, num_reqs, BLOCK_Q, SEARCH)
+    first_token = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - first_token
+    first_query = (tile - (first_token // BLOCK_Q + request)) * BLOCK_Q
+    if (first_query >= query_len) | (query_len < min_query_len):
+        return
+
+    kv_len = query_len
+    table = table_ptr
+    if table_ptr is not None:
+        kv_len = tl.load(kv_lens_ptr + request)
+        table = table_ptr + request.to(tl.int64) * table_stride
+    query, head, live = tile_rows(
+        first_query, query_len, head_tile, GROUP_SIZE, GROUP_TILE, BLOCK_M
+    )
+    head = kv_head * GROUP_SIZE + head
+    token = (first_token + query).to(tl.int64)
+    q = load_rows(
+        q_ptr,
+        token * q_stride_token + head.to(tl.int64) * q_stride_head,
+        live,
+        HEAD_SIZE,
+        BLOCK_D,
+        True,
+    )
+    slopes = None
+    if slopes_ptr is not None:
+        slopes = tl.load(slopes_ptr + head, mask=live, other=0.0)
+    log2_scale = 1.0
+    if LINEAR:
+        log2_scale = scale * 1.4426950408889634
+    k_head_ptr = k_ptr + kv_head.to(tl.int64) * k_stride_head
+    v_head_ptr = v_ptr
+    if v_ptr is not None:
+        v_head_ptr = v_ptr + kv_head.to(tl.int64) * v_stride_head
+
+    # Positions of the first and the last row bound what the tile sees, and what all rows see.
+    reach = reach_of(request_flag(causal_ptr, causal, request), window)
+    shift = kv_len - query_len
+    positions = shift + query
+    first_position = shift + first_query
+    last_position = shift + tl.minimum(first_query + BLOCK_Q, query_len) - 1
+    first_key = first_key_of(first_position, window)
+    end_key = end_key_of(last_position, kv_len, reach)
+    row_first = first_key_of(positions, window)
+    row_end = end_key_of(positions, kv_len, reach)
+    start = first_key // BLOCK_N * BLOCK_N
+    whole_start = tl.minimum(
+        tl.cdiv(first_key_of(last_position, window), BLOCK_N) * BLOCK_N, end_key
+    )
+    whole_start = tl.maximum(whole_start, start)
+    whole_end = tl.maximum(end_key_of(first_position, kv_len, reach), 0) // BLOCK_N * BLOCK_N
+    whole_end = tl.maximum(whole_end, whole_start)
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    # Run 0: cut by the window's left edge. 1: seen whole by all rows. 2: cut by diagonal or end.
+    HAS_WINDOW: tl.constexpr = window is not None
+    for run in tl.static_range(0 if HAS_WINDOW else 1, 3):
+        if run == 0:
+            run_start, run_end = start, whole_start
+        elif run == 1:
+            run_start, run_end = whole_start, whole_end
+        else:
+            run_start, run_end = whole_end, end_key
+        top, total, acc = attend_run(
+            run_start,
+            run_end,
+            top,
+            total,
+            acc,
+            q,
+            k_head_ptr,
+            v_head_ptr,
+            table,
+            first_token,
+            first_key,
+            end_key,
+            row_first,
+            row_end,
+            positions,
+            slopes,
+            log2_scale,
+            scale,
+            soft_cap,
+            k_stride_page,
+            k_stride_row,
+            v_stride_page,
+            v_stride_row,
+            HEAD_SIZE,
+            HEAD_SIZE_V,
+            BLOCK_D,
+            BLOCK_DV,
+            PAGE_SIZE,
+            BLOCK_N,
+            LINEAR,
+            ALIBI_SQRT,
+            HAS_WINDOW,
+            run != 1,
+        )
+
+    sinks = None
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + head, mask=live, other=float("-inf"))
+    out, lse = finish(top, total, acc, sinks, log2_scale)
+    columns = tl.arange(0, BLOCK_DV)
+    out_offsets = token * out_stride_token + head.to(tl.int64) * out_stride_head
+    tl.store(
+        out_ptr + out_offsets[:, None] + columns[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=live[:, None] & (columns < HEAD_SIZE_V)[None, :],
+    )
+    if lse_ptr is not None:
+        tl.store(lse_ptr + token * lse_stride_token + head, lse, mask=live)

@@ -1,0 +1,205 @@
+"""Tile sizes and split counts: pure functions of a layer's shape and a device's size.
+
+In: head sizes, element sizes, rows, a `Gpu`. Out: frozen configs that `launch` turns into kernel
+constants. Nothing is tuned while serving.
+
+A config depends on the layer and the device, never on the batch, so that a request's bits do not
+depend on its batch mates. Registers and shared memory in the comments are those of the sm_90 build by
+Triton 3.6 (`attnkit.conformance.compile` reports them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """What tile sizes depend on.
+
+    Attributes:
+        num_sms: multiprocessors.
+        shared_memory: bytes a program can have.
+        has_wgmma: matrix products read shared memory themselves (sm_90, sm_100), so every stage is a
+            buffer; elsewhere they read registers, and the stage in use needs none.
+    """
+
+    num_sms: int
+    shared_memory: int
+    has_wgmma: bool
+
+
+HOPPER = Gpu(num_sms=132, shared_memory=232448, has_wgmma=True)
+"""H100 and H200 (SXM)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelConfig:
+    """Tile of a kernel.
+
+    Attributes:
+        block_m: query rows (tokens times heads of a group), a power of two, at least 16.
+        block_n: keys, a power of two, at least 16.
+        num_warps: of a program.
+        num_stages: K/V tiles in flight, the one in use included.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig(KernelConfig):
+    """Tile of the decode kernel, and how a context is cut into segments.
+
+    A segment ends with a fold of two states and, if programs share the request, a store of one: 2 KB
+    against the 512 KB of K and V that 1024 keys of four heads of 128 are. Shorter segments for shorter
+    contexts let more programs share them.
+
+    Attributes:
+        segment: keys in a segment, a multiple of block_n.
+        long_segment: the same for contexts of at least `long_from` keys.
+        long_from: see `long_segment`.
+        max_segments: longer contexts get longer segments instead of more.
+    """
+
+    segment: int = 512
+    long_segment: int = 1024
+    long_from: int = 4096
+    max_segments: int = 32
+
+
+_Config = TypeVar("_Config", bound=KernelConfig)
+
+
+def attention_config(
+    head_size: int, head_size_v: int, itemsize: int, kv_itemsize: int, gpu: Gpu
+) -> KernelConfig:
+    """Tile of the attention kernel.
+
+    Args:
+        head_size: of queries and keys.
+        head_size_v: of values.
+        itemsize: bytes of a query element.
+        kv_itemsize: bytes of a K/V element.
+        gpu: where it runs.
+    """
+    size = padded(max(head_size, head_size_v))
+    if itemsize == 4:
+        # float32 products run on the plain units, operands in registers: larger tiles spill.
+        if size <= 64:
+            config = KernelConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)
+        elif size <= 256:
+            config = KernelConfig(block_m=32, block_n=16, num_warps=8, num_stages=2)
+        else:
+            config = KernelConfig(block_m=16, block_n=16, num_warps=8, num_stages=2)
+    elif size <= 128:
+        # 128 rows: half of them would read K and V from L2 twice as often, near its bandwidth.
+        # Three stages, because a tile's K and V take longer to come than its products to compute.
+        # 64: 128 registers, so two programs fit and one computes weights while the other multiplies.
+        # 128: 185 registers; 128 keys would spill.
+        config = KernelConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
+    elif size <= 256:
+        # 245 registers; 64 keys spill. Without wgmma 128 rows spill too.
+        rows = 128 if gpu.has_wgmma else 64
+        config = KernelConfig(block_m=rows, block_n=32, num_warps=8, num_stages=3)
+    else:
+        # 184 registers; 64 rows spill.
+        config = KernelConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)
+    return _fit(config, head_size, head_size_v, itemsize, kv_itemsize, gpu)
+
+
+def decode_config(
+    head_size: int, head_size_v: int, itemsize: int, kv_itemsize: int, rows: int, gpu: Gpu
+) -> DecodeConfig:
+    """Tile of the decode kernel.
+
+    Args:
+        head_size: of queries and keys.
+        head_size_v: of values.
+        itemsize: bytes of a query element.
+        kv_itemsize: bytes of a K/V element.
+        rows: query rows of a request and KV head, at most: queries times group size.
+        gpu: where it runs.
+    """
+    size = padded(max(head_size, head_size_v))
+    if itemsize == 4:
+        keys = 32 if size <= 256 else 16
+        config = DecodeConfig(block_m=16, block_n=keys, num_warps=8, num_stages=2)
+    elif rows <= 16 or size > 256:
+        # 148 registers at 128: three programs a multiprocessor, each with 64 KB in flight.
+        keys = 64 if size <= 128 else 32
+        warps, stages = (4, 3) if size <= 256 else (8, 2)
+        config = DecodeConfig(block_m=16, block_n=keys, num_warps=warps, num_stages=stages)
+    else:
+        # The least rows that wgmma takes; 32 rows without it need more registers than these.
+        keys, stages = (64, 3) if size <= 128 else (32, 2)
+        config = DecodeConfig(block_m=64, block_n=keys, num_warps=8, num_stages=stages)
+    return _fit(config, head_size, head_size_v, itemsize, kv_itemsize, gpu)
+
+
+def padded(size: int) -> int:
+    """The power of two, at least 16, that a matrix product needs for `size`."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def decode_query_len(group_size: int, configured: int) -> int:
+    """Queries up to which a request is decoded; longer ones go to the attention kernel.
+
+    A tile has 16 rows at least, so short verifications are free while they fit beside the group; no
+    more than 4 of them, which keeps the memory for parts small.
+
+    Args:
+        group_size: query heads per KV head.
+        configured: width of the engine's decodes (1 + drafts).
+    """
+    return max(configured, min(4, 16 // group_size))
+
+
+def num_splits(
+    num_programs: int,
+    num_sms: int,
+    max_segments: int,
+    *,
+    longest_to_mean: float = 1.0,
+    is_captured: bool = False,
+) -> int:
+    """Programs that share the context of one request and KV head. Changes speed, never bits.
+
+    Args:
+        num_programs: without splitting.
+        num_sms: multiprocessors of the device.
+        max_segments: most segments that a request of the batch can have.
+        longest_to_mean: longest context over the mean one.
+        is_captured: the batch's lengths are not known yet.
+    """
+    # Four programs a multiprocessor keep enough reads in flight for the full bandwidth.
+    fill = 4 * num_sms // max(num_programs, 1)
+    # A request much longer than the others would run on alone at the end, so its shares are made as
+    # long as they are. A graph must expect such a request: 4 costs an even batch about 1 % of traffic.
+    even = 4 if is_captured else int(longest_to_mean)
+    return max(1, min(max(fill, even), max_segments))
+
+
+def _fit(
+    config: _Config, head_size: int, head_size_v: int, itemsize: int, kv_itemsize: int, gpu: Gpu
+) -> _Config:
+    """The config with fewer stages, then fewer keys, until it fits the shared memory."""
+    columns, columns_v = padded(head_size), padded(head_size_v)
+    # Besides queries and K/V tiles: a converted copy of those of another dtype, and scratch.
+    fixed = config.block_m * columns * itemsize + 4096
+    while True:
+        buffers = max(1, config.num_stages - (0 if gpu.has_wgmma and config.block_m >= 64 else 1))
+        tile = config.block_n * (columns + columns_v)
+        copy = tile * itemsize if itemsize != kv_itemsize else 0
+        if fixed + buffers * tile * kv_itemsize + copy <= gpu.shared_memory:
+            return config
+        if config.num_stages > 1:
+            config = replace(config, num_stages=config.num_stages - 1)
+        elif config.block_n > 16:
+            config = replace(config, block_n=config.block_n // 2)
+        else:
+            return config

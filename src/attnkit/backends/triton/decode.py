@@ -1,0 +1,354 @@
+"""The decode kernels: requests with few queries against long contexts, split over many programs.
+
+In: as for attention, with at most `max_query_len` queries per request; others are left alone. Out:
+output and LSE. Device code; `launch.launch_decode` starts it.
+
+The keys of a request are cut into segments whose length follows from the request alone, each segment
+is attended to by itself, and the parts are folded in order. Which program does which segments is free:
+one program may do them all and fold in registers, or many store their parts and `merge_kernel` folds
+them. The bits are the same, so they depend neither on batch mates nor on the number of programs.
+"""
+
+import triton
+import triton.language as tl
+
+from attnkit.backends.triton.tile import (
+    end_key_of,
+    finish,
+    first_key_of,
+    fold,
+    load_key_value,
+    load_rows,
+    online_softmax,
+    pages_of,
+    reach_of,
+    request_flag,
+    scores,
+    tile_rows,
+)
+
+
+@triton.jit
+def span_of(first_query, query_len, kv_len, reach, window, BLOCK_Q: tl.constexpr):
+    """First key and end of the keys that any row of a tile sees."""
+    shift = kv_len - query_len
+    last_query = tl.minimum(first_query + BLOCK_Q, query_len) - 1
+    first_key = first_key_of(shift + first_query, window)
+    end_key = end_key_of(shift + last_query, kv_len, reach)
+    return first_key, tl.maximum(end_key, first_key)
+
+
+@triton.jit
+def segment_len_of(
+    span,
+    max_segments,
+    SEGMENT: tl.constexpr,
+    LONG_SEGMENT: tl.constexpr,
+    LONG_FROM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Keys in a segment, a multiple of BLOCK_N, so that `span` keys make at most `max_segments`."""
+    least = tl.where(span < LONG_FROM, SEGMENT, LONG_SEGMENT)
+    needed = tl.cdiv(tl.cdiv(span, max_segments), BLOCK_N) * BLOCK_N
+    return tl.maximum(least, needed)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "max_query_len",
+        "query_tiles",
+        "causal",
+        "window",
+        "num_splits",
+        "max_segments",
+        "part_rows",
+        "table_stride",
+    ],
+    do_not_specialize_on_alignment=[
+        "query_start_loc_ptr",
+        "kv_lens_ptr",
+        "table_ptr",
+        "causal_ptr",
+    ],
+)
+def decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    part_acc_ptr,
+    part_top_ptr,
+    part_total_ptr,
+    query_start_loc_ptr,
+    kv_lens_ptr,
+    table_ptr,
+    causal_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    max_query_len,
+    query_tiles,
+    causal,
+    window,
+    scale,
+    soft_cap,
+    num_splits,
+    max_segments,
+    part_rows,
+    q_stride_token,
+    q_stride_head,
+    k_stride_page,
+    k_stride_row,
+    k_stride_head,
+    v_stride_page,
+    v_stride_row,
+    v_stride_head,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_token,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_SIZE_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    LONG_SEGMENT: tl.constexpr,
+    LONG_FROM: tl.constexpr,
+    LINEAR: tl.constexpr,
+    ALIBI_SQRT: tl.constexpr,
+):
+    """Without `part_acc_ptr` each program does all segments of its tile and finishes them; with it,
+    program s of `num_splits` does every request's s-th share and stores the parts.
+
+    Parts: row (request * part_rows + query) * heads + head, then segment, of at most `max_segments`.
+    """
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
+    HEAD_TILES: tl.constexpr = (GROUP_SIZE + GROUP_TILE - 1) // GROUP_TILE
+    split = tl.program_id(0) % num_splits
+    unit = tl.program_id(0) // num_splits
+    kv_head = unit % NUM_KV_HEADS
+    head_tile = unit // NUM_KV_HEADS % HEAD_TILES
+    query_tile = unit // (NUM_KV_HEADS * HEAD_TILES) % query_tiles
+    request = unit // (NUM_KV_HEADS * HEAD_TILES) // query_tiles
+
+    first_token = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - first_token
+    kv_len = tl.load(kv_lens_ptr + request)
+    first_query = query_tile * BLOCK_Q
+    if (first_query >= query_len) | (query_len > max_query_len):
+        return
+    reach = reach_of(request_flag(causal_ptr, causal, request), window)
+    first_key, end_key = span_of(first_query, query_len, kv_len, reach, window, BLOCK_Q)
+    start = first_key // BLOCK_N * BLOCK_N
+    segment_len = segment_len_of(
+        end_key - start, max_segments, SEGMENT, LONG_SEGMENT, LONG_FROM, BLOCK_N
+    )
+    num_segments = tl.cdiv(end_key - start, segment_len)
+    share = tl.cdiv(num_segments, num_splits)
+    first_segment = split * share
+    end_segment = tl.minimum(first_segment + share, num_segments)
+    if part_acc_ptr is not None and first_segment >= end_segment:
+        return
+
+    table = table_ptr + request.to(tl.int64) * table_stride
+    query, head, live = tile_rows(
+        first_query, query_len, head_tile, GROUP_SIZE, GROUP_TILE, BLOCK_M
+    )
+    head = kv_head * GROUP_SIZE + head
+    token = (first_token + query).to(tl.int64)
+    q = load_rows(
+        q_ptr,
+        token * q_stride_token + head.to(tl.int64) * q_stride_head,
+        live,
+        HEAD_SIZE,
+        BLOCK_D,
+        True,
+    )
+    slopes = None
+    if slopes_ptr is not None:
+        slopes = tl.load(slopes_ptr + head, mask=live, other=0.0)
+    log2_scale = 1.0
+    if LINEAR:
+        log2_scale = scale * 1.4426950408889634
+    k_head_ptr = k_ptr + kv_head.to(tl.int64) * k_stride_head
+    v_head_ptr = v_ptr
+    if v_ptr is not None:
+        v_head_ptr = v_ptr + kv_head.to(tl.int64) * v_stride_head
+    positions = kv_len - query_len + query
+    row_first = first_key_of(positions, window)
+    row_end = end_key_of(positions, kv_len, reach)
+    columns = tl.arange(0, BLOCK_DV)
+    value_columns = columns < HEAD_SIZE_V
+    part_row = (request * part_rows + query) * (NUM_KV_HEADS * GROUP_SIZE) + head
+    part_row = part_row.to(tl.int64) * max_segments
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for segment in range(first_segment, end_segment):
+        segment_start = start + segment * segment_len
+        segment_end = tl.minimum(segment_start + segment_len, end_key)
+        seg_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        seg_total = tl.zeros([BLOCK_M], tl.float32)
+        seg_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        page = pages_of(table, segment_start, segment_end, PAGE_SIZE, BLOCK_N)
+        for tile_start in range(segment_start, segment_end, BLOCK_N):
+            tile_start = tl.multiple_of(tile_start, BLOCK_N)
+            keys = tile_start + tl.arange(0, BLOCK_N)
+            # Keys that no row sees are not loaded: they may be NaN, and 0 * NaN is NaN.
+            wanted = (keys >= first_key) & (keys < end_key)
+            k, v = load_key_value(
+                k_head_ptr,
+                v_head_ptr,
+                table,
+                page,
+                keys,
+                wanted,
+                first_token,
+                k_stride_page,
+                k_stride_row,
+                v_stride_page,
+                v_stride_row,
+                HEAD_SIZE,
+                HEAD_SIZE_V,
+                BLOCK_D,
+                BLOCK_DV,
+                PAGE_SIZE,
+                True,
+            )
+            k = k.to(q.dtype)
+            v = v.to(q.dtype)
+            page = pages_of(table, tile_start + BLOCK_N, segment_end, PAGE_SIZE, BLOCK_N)
+            s = scores(q, k, keys, positions, slopes, scale, soft_cap, LINEAR, ALIBI_SQRT)
+            seen = keys[None, :] < row_end[:, None]
+            if window is not None:
+                seen = seen & (keys[None, :] >= row_first[:, None])
+            s = tl.where(seen, s, float("-inf"))
+            weights, seg_top, seg_total, fade = online_softmax(s, seg_top, seg_total, log2_scale)
+            seg_acc = tl.dot(
+                weights.to(v.dtype), v, seg_acc * fade[:, None], input_precision="ieee"
+            )
+        if part_acc_ptr is None:
+            top, total, acc = fold(top, total, acc, seg_top, seg_total, seg_acc, log2_scale)
+        else:
+            part = part_row + segment
+            tl.store(
+                part_acc_ptr + part[:, None] * HEAD_SIZE_V + columns[None, :],
+                seg_acc,
+                mask=live[:, None] & value_columns[None, :],
+            )
+            tl.store(part_top_ptr + part, seg_top, mask=live)
+            tl.store(part_total_ptr + part, seg_total, mask=live)
+
+    if part_acc_ptr is None:
+        sinks = None
+        if sinks_ptr is not None:
+            sinks = tl.load(sinks_ptr + head, mask=live, other=float("-inf"))
+        out, lse = finish(top, total, acc, sinks, log2_scale)
+        out_offsets = token * out_stride_token + head.to(tl.int64) * out_stride_head
+        tl.store(
+            out_ptr + out_offsets[:, None] + columns[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            mask=live[:, None] & value_columns[None, :],
+        )
+        if lse_ptr is not None:
+            tl.store(lse_ptr + token * lse_stride_token + head, lse, mask=live)
+
+
+@triton.jit(
+    do_not_specialize=["max_query_len", "causal", "window", "max_segments", "part_rows"],
+    do_not_specialize_on_alignment=["query_start_loc_ptr", "kv_lens_ptr", "causal_ptr"],
+)
+def merge_kernel(
+    out_ptr,
+    lse_ptr,
+    part_acc_ptr,
+    part_top_ptr,
+    part_total_ptr,
+    query_start_loc_ptr,
+    kv_lens_ptr,
+    causal_ptr,
+    sinks_ptr,
+    max_query_len,
+    causal,
+    window,
+    scale,
+    max_segments,
+    part_rows,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_token,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    LONG_SEGMENT: tl.constexpr,
+    LONG_FROM: tl.constexpr,
+    LINEAR: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Fold the parts of one row, query and head, in the order of the segments.
+
+    UNROLL parts are loaded before the first of them is folded; what is past the end adds exactly
+    nothing.
+    """
+    head = tl.program_id(0) % NUM_HEADS
+    query = tl.program_id(0) // NUM_HEADS % part_rows
+    request = tl.program_id(0) // NUM_HEADS // part_rows
+    first_token = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - first_token
+    if (query >= query_len) | (query_len > max_query_len):
+        return
+    kv_len = tl.load(kv_lens_ptr + request)
+    reach = reach_of(request_flag(causal_ptr, causal, request), window)
+    first_query = query // BLOCK_Q * BLOCK_Q
+    first_key, end_key = span_of(first_query, query_len, kv_len, reach, window, BLOCK_Q)
+    span = end_key - first_key // BLOCK_N * BLOCK_N
+    segment_len = segment_len_of(span, max_segments, SEGMENT, LONG_SEGMENT, LONG_FROM, BLOCK_N)
+    num_segments = tl.cdiv(span, segment_len)
+    log2_scale = 1.0
+    if LINEAR:
+        log2_scale = scale * 1.4426950408889634
+
+    columns = tl.arange(0, BLOCK_DV)
+    value_columns = columns < HEAD_SIZE_V
+    part_row = ((request * part_rows + query) * NUM_HEADS + head).to(tl.int64) * max_segments
+    one = tl.arange(0, 1)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, BLOCK_DV], tl.float32)
+    for first in range(0, num_segments, UNROLL):
+        for i in tl.static_range(UNROLL):
+            segment = first + i + one
+            there = segment < num_segments
+            part = part_row + segment
+            part_top = tl.load(part_top_ptr + part, mask=there, other=float("-inf"))
+            part_total = tl.load(part_total_ptr + part, mask=there, other=0.0)
+            part_acc = tl.load(
+                part_acc_ptr + part[:, None] * HEAD_SIZE_V + columns[None, :],
+                mask=there[:, None] & value_columns[None, :],
+                other=0.0,
+            )
+            top, total, acc = fold(top, total, acc, part_top, part_total, part_acc, log2_scale)
+
+    sinks = None
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + head + one)
+    out, lse = finish(top, total, acc, sinks, log2_scale)
+    token = (first_token + query).to(tl.int64) + one
+    out_offsets = token * out_stride_token + head.to(tl.int64) * out_stride_head
+    tl.store(
+        out_ptr + out_offsets[:, None] + columns[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=(one == 0)[:, None] & value_columns[None, :],
+    )
+    if lse_ptr is not None:
+        tl.store(lse_ptr + token * lse_stride_token + head, lse)

@@ -1,0 +1,188 @@
+"""TritonImpl: run one layer through the Triton kernels.
+
+In: a layer's static facts, then per step its tensors, its cache and a `TritonMetadata`. Out: attention
+in `output`. Which kernel serves a request is decided on the device by its own number of queries: few
+go to the decode kernel, which splits long contexts, the rest to the attention kernel. Both are
+launched where a batch may need both, so decodes beside a prompt are decoded as fast as alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from attnkit.backends.triton.configs import decode_config, decode_query_len, num_splits
+from attnkit.backends.triton.plan import TritonMetadata
+from attnkit.contract import (
+    AttentionImpl,
+    AttentionLayer,
+    AttentionType,
+    AttentionVariant,
+)
+from attnkit.errors import UnsupportedConfiguration
+
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
+"""Cache formats the kernels read: numbers as they are."""
+
+_CACHELESS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+
+class TritonImpl(AttentionImpl[TritonMetadata]):
+    """One layer. Only launches between call and return."""
+
+    can_return_lse_for_decode = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+        use_alibi_sqrt: bool = False,
+        head_size_v: int | None = None,
+    ) -> None:
+        if kv_cache_dtype not in KV_CACHE_DTYPES:
+            allowed = ", ".join(KV_CACHE_DTYPES)
+            reason = f"KV cache dtype {kv_cache_dtype} is not supported (allowed: {allowed})"
+            raise UnsupportedConfiguration(f"triton: {reason}", (reason,))
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.head_size_v = head_size_v or head_size
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.variant = AttentionVariant.from_impl_args(
+            num_heads=num_heads,
+            scale=scale,
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=attn_type,
+            sinks=sinks,
+            use_alibi_sqrt=use_alibi_sqrt,
+        )
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: TritonMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend over the cache, or over `key` and `value` themselves for the encoder types."""
+        if attn_metadata is None:
+            output.zero_()
+            return output
+        # Here, so that the class can be asked questions where Triton is not installed.
+        from attnkit.backends.triton import launch
+
+        plan = attn_metadata
+        self.variant = self.variant.to(query.device)
+        num_tokens = plan.num_actual_tokens
+        lse = None
+        if self.need_to_return_lse_for_decode:
+            lse = query.new_full((num_tokens, self.num_heads), -math.inf, dtype=torch.float32)
+        cacheless = self.variant.attn_type in _CACHELESS
+        if cacheless:
+            keys, values = _rows(key[:num_tokens]), _rows(value[:num_tokens])
+        else:
+            keys, values = kv_cache[..., : self.head_size], kv_cache[..., self.head_size :]
+        operands = launch.Operands(
+            query=_rows(query[:num_tokens]),
+            key=keys,
+            value=values,
+            output=output[:num_tokens],
+            lse=lse,
+            query_start_loc=plan.query_start_loc,
+            kv_lens=plan.kv_lens,
+            block_table=None if cacheless else plan.block_table,
+            causal=plan.causal if self.variant.attn_type is AttentionType.DECODER else False,
+        )
+        decoded = 0
+        if not cacheless:
+            decoded = decode_query_len(operands.group_size, plan.decode_query_len)
+        if plan.min_query_len <= decoded:
+            self._decode(launch, operands, plan, decoded)
+        if plan.max_query_len > decoded:
+            launch.launch_attention(operands, self.variant, min_query_len=decoded + 1)
+        return output if lse is None else (output, lse)
+
+    def _decode(self, launch, operands, plan: TritonMetadata, decoded: int) -> None:
+        """Serve the requests with at most `decoded` queries.
+
+        Args:
+            launch: the module of that name.
+            operands: its `Operands`.
+        """
+        gpu = launch.gpu_of(operands.query.device)
+        config = decode_config(
+            self.head_size,
+            self.head_size_v,
+            operands.query.element_size(),
+            operands.key.element_size(),
+            decoded * operands.group_size,
+            gpu,
+        )
+        longest = max(plan.decode_query_len, min(decoded, plan.max_query_len))
+        max_segments = max(1, min(config.max_segments, -(-plan.max_kv_len // config.segment)))
+        splits = num_splits(
+            operands.num_reqs * self.num_kv_heads,
+            gpu.num_sms,
+            max_segments,
+            longest_to_mean=plan.longest_to_mean,
+            is_captured=plan.is_captured,
+        )
+        parts = None
+        if splits > 1:
+            numel = launch.Parts.numel(operands, longest, max_segments)
+            memory = plan.workspace.reserve(numel)
+            parts = launch.Parts.of(memory, operands, longest, max_segments)
+        launch.launch_decode(
+            operands,
+            self.variant,
+            max_query_len=decoded,
+            num_splits=splits,
+            parts=parts,
+            config=config,
+        )
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write this step's K and V; slot -1 writes nothing."""
+        if kv_cache.numel() == 0:
+            return
+        from attnkit.backends.triton import launch
+
+        launch.launch_write(
+            _rows(key),
+            _rows(value),
+            kv_cache[..., : self.head_size],
+            kv_cache[..., self.head_size :],
+            slot_mapping,
+        )
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """`x`, copied if the elements of a row do not lie side by side."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

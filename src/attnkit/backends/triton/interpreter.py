@@ -1,0 +1,63 @@
+"""Triton's interpreter: whether it is asked for, and two repairs without which its bfloat16 is wrong.
+
+In: the environment variable TRITON_INTERPRET. Out: an answer, and a patched interpreter in this process.
+Importing this file does not need Triton.
+
+The interpreter holds bfloat16 as bit patterns in uint16. It multiplies the patterns in `tl.dot`, and
+cuts bits off instead of rounding when it narrows float32 (Triton 3.6 to 3.9; upstream says it does not
+support bfloat16). Loads, stores and widening are right, so kernels that widen before any arithmetic
+of their own are right once these two are.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def is_interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, read as Triton reads it."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
+
+
+def repair_bfloat16() -> None:
+    """Multiply and round bfloat16 as a GPU does. Repeating it does nothing more."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    if hasattr(builder.create_dot, "__wrapped__"):
+        return
+    create_dot, cast_impl = builder.create_dot, builder.cast_impl
+
+    def widened(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        bits = x.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    @functools.wraps(create_dot)
+    def dot(self: Any, a: Any, b: Any, acc: Any, *precision: Any) -> Any:
+        # Products of two bfloat16 are exact in float32.
+        if tl.bfloat16 in (a.dtype.scalar, b.dtype.scalar):
+            a, b = widened(a), widened(b)
+        return create_dot(self, a, b, acc, *precision)
+
+    @functools.wraps(cast_impl)
+    def cast(self: Any, src: Any, dst_type: Any) -> Any:
+        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+            return interpreter.TensorHandle(_to_bfloat16(src.data), tl.bfloat16)
+        return cast_impl(self, src, dst_type)
+
+    builder.create_dot, builder.cast_impl = dot, cast
+
+
+def _to_bfloat16(x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Bit patterns of `x` rounded to the nearest bfloat16, ties to even; NaN stays NaN."""
+    bits = x.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)

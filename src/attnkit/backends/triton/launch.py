@@ -1,0 +1,506 @@
+"""Launchers: check shapes and strides, choose constants and grid, start a kernel.
+
+In: tensors and an `AttentionVariant`. Out: launched kernels that write into `output`, `lse` or the
+cache. Nothing here waits for a device, and nothing knows of backends, builders and layers.
+
+Each `*_call` makes frozen `KernelCall`s without running anything, from tensors on any device ("meta"
+too), which is how every kernel can be compiled for a GPU that is not here.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from attnkit.backends.triton.attention import attention_kernel
+from attnkit.backends.triton.configs import (
+    HOPPER,
+    DecodeConfig,
+    Gpu,
+    KernelConfig,
+    attention_config,
+    decode_config,
+    padded,
+)
+from attnkit.backends.triton.decode import decode_kernel, merge_kernel
+from attnkit.backends.triton.interpreter import is_interpreting, repair_bfloat16
+from attnkit.backends.triton.write import write_kernel
+from attnkit.contract import AttentionVariant
+
+if is_interpreting():
+    repair_bfloat16()
+
+_NO_WINDOW = 1 << 30
+"""From here on a window is longer than any request, and sums with it would leave int32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Operands:
+    """What attention reads and writes. R requests, T tokens.
+
+    Attributes:
+        query: (T, num_heads, head_size).
+        key: (num_blocks, num_kv_heads, block_size, head_size), any strides but 1 for the last; without
+            a block table (T, num_kv_heads, head_size).
+        value: the same with head_size_v.
+        output: (T, num_heads, head_size_v).
+        lse: float32 (T, num_heads); None: not wanted.
+        query_start_loc: int32 (R + 1,).
+        kv_lens: int32 (R,): keys of each request. Not read without a block table: there the keys are
+            the request's own tokens.
+        block_table: int32 (R, W).
+        causal: of all requests, or bool (R,).
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor | None
+    query_start_loc: torch.Tensor
+    kv_lens: torch.Tensor
+    block_table: torch.Tensor | None
+    causal: bool | torch.Tensor
+
+    def __post_init__(self) -> None:
+        q, k, v, out, lse = self.query, self.key, self.value, self.output, self.lse
+        ndim = 3 if self.block_table is None else 4
+        assert k.dim() == v.dim() == ndim, f"key {k.shape} and value {v.shape} are not {ndim}-d"
+        assert k.shape[:-1] == v.shape[:-1], f"key {k.shape} does not fit value {v.shape}"
+        assert q.shape[-1] == k.shape[-1], f"query {q.shape} does not fit key {k.shape}"
+        assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads over {k.shape[1]} KV heads"
+        assert out.shape == (*q.shape[:2], v.shape[-1]), f"output is {out.shape}"
+        for name, x in (("query", q), ("key", k), ("value", v), ("output", out)):
+            assert x.stride(-1) == 1 or x.shape[-1] == 1, f"{name} has last stride {x.stride(-1)}"
+        assert lse is None or (lse.shape == q.shape[:2] and lse.dtype == torch.float32), lse
+        assert lse is None or lse.stride(-1) == 1 or lse.shape[-1] == 1, lse.stride()
+        assert self.query_start_loc.shape[0] == self.num_reqs + 1, self.query_start_loc.shape
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests, padding rows included."""
+        return self.kv_lens.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of K and V."""
+        return self.key.shape[1]
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.query.shape[1] // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelCall:
+    """A kernel with everything it is launched with.
+
+    Attributes:
+        kernel: the jitted function.
+        grid: programs along each axis.
+        arguments: by parameter name; None switches a feature off.
+        num_warps: of a program.
+        num_stages: K/V tiles in flight.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+    def launch(self) -> None:
+        """Start it, unless there is nothing to do."""
+        if all(self.grid):
+            self.kernel[self.grid](
+                **self.arguments, num_warps=self.num_warps, num_stages=self.num_stages
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Parts:
+    """Where programs that share a request leave the states of its segments.
+
+    Attributes:
+        acc: float32 (rows, max_segments, head_size_v), with rows (R, part_rows, num_heads).
+        top: float32 (rows, max_segments), the largest score.
+        total: float32 (rows, max_segments), the sum of weights.
+        part_rows: queries per request that there is room for.
+        max_segments: segments per request that there is room for.
+    """
+
+    acc: torch.Tensor
+    top: torch.Tensor
+    total: torch.Tensor
+    part_rows: int
+    max_segments: int
+
+    @staticmethod
+    def numel(operands: Operands, part_rows: int, max_segments: int) -> int:
+        """float32 elements that `of` needs."""
+        rows = operands.num_reqs * part_rows * operands.query.shape[1]
+        return rows * max_segments * (operands.value.shape[-1] + 2)
+
+    @classmethod
+    def of(
+        cls, memory: torch.Tensor, operands: Operands, part_rows: int, max_segments: int
+    ) -> Parts:
+        """Lay the three out in float32 memory of at least `numel` elements."""
+        num_parts = operands.num_reqs * part_rows * operands.query.shape[1] * max_segments
+        num_acc = num_parts * operands.value.shape[-1]
+        return cls(
+            acc=memory[:num_acc],
+            top=memory[num_acc : num_acc + num_parts],
+            total=memory[num_acc + num_parts : num_acc + 2 * num_parts],
+            part_rows=part_rows,
+            max_segments=max_segments,
+        )
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> Gpu:
+    """What tile sizes depend on; a Hopper for devices that are none (the interpreter, "meta")."""
+    if device.type != "cuda":
+        return HOPPER
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    return Gpu(
+        num_sms=properties["multiprocessor_count"],
+        shared_memory=properties["max_shared_mem"],
+        has_wgmma=torch.cuda.get_device_capability(device)[0] in (9, 10),
+    )
+
+
+def launch_attention(
+    operands: Operands,
+    variant: AttentionVariant,
+    *,
+    min_query_len: int = 1,
+    config: KernelConfig | None = None,
+) -> None:
+    """Attend for every request with at least `min_query_len` queries. See `attention_call`."""
+    attention_call(operands, variant, min_query_len=min_query_len, config=config).launch()
+
+
+def launch_decode(
+    operands: Operands,
+    variant: AttentionVariant,
+    *,
+    max_query_len: int,
+    num_splits: int = 1,
+    parts: Parts | None = None,
+    config: DecodeConfig | None = None,
+) -> None:
+    """Attend for every request with at most `max_query_len` queries. See `decode_calls`."""
+    for call in decode_calls(
+        operands,
+        variant,
+        max_query_len=max_query_len,
+        num_splits=num_splits,
+        parts=parts,
+        config=config,
+    ):
+        call.launch()
+
+
+def launch_write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write K and V to their slots. See `write_call`."""
+    write_call(key, value, key_cache, value_cache, slot_mapping).launch()
+
+
+def attention_call(
+    operands: Operands,
+    variant: AttentionVariant,
+    *,
+    min_query_len: int = 1,
+    config: KernelConfig | None = None,
+) -> KernelCall:
+    """The attention kernel over a batch.
+
+    Args:
+        operands: of the step; `query` has as many rows as the batch has tokens, or more.
+        variant: score and mask, its tensors on the operands' device. `attn_type` is not looked at.
+        min_query_len: requests with fewer queries are left alone.
+        config: instead of `attention_config`.
+    """
+    o = operands
+    head_size, head_size_v = o.query.shape[-1], o.value.shape[-1]
+    if config is None:
+        config = attention_config(
+            head_size,
+            head_size_v,
+            o.query.element_size(),
+            o.key.element_size(),
+            gpu_of(o.query.device),
+        )
+    group_tile, head_tiles = _group_tiles(o.group_size, config.block_m)
+    block_q = config.block_m // group_tile
+    num_tiles = o.query.shape[0] // block_q + o.num_reqs
+    arguments = {
+        **_tensors(o, variant),
+        **_scalars(o, variant),
+        **_strides(o),
+        "num_reqs": o.num_reqs,
+        "min_query_len": min_query_len,
+        "GROUP_SIZE": o.group_size,
+        "GROUP_TILE": group_tile,
+        **_sizes(o),
+        **_shape_of_score(variant),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "SEARCH": 256,
+    }
+    return KernelCall(
+        kernel=attention_kernel,
+        grid=(num_tiles if o.num_reqs else 0, o.num_kv_heads * head_tiles),
+        arguments=arguments,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def decode_calls(
+    operands: Operands,
+    variant: AttentionVariant,
+    *,
+    max_query_len: int,
+    num_splits: int = 1,
+    parts: Parts | None = None,
+    config: DecodeConfig | None = None,
+) -> tuple[KernelCall, ...]:
+    """The decode kernel over a batch, and the merge of its parts if requests are shared.
+
+    Args:
+        operands: of the step, over pages.
+        variant: score and mask, its tensors on the operands' device. `attn_type` is not looked at.
+        max_query_len: requests with more queries are left alone.
+        num_splits: programs that share each request and KV head; changes no bit of the result.
+        parts: where they leave their states; None: only for num_splits 1.
+        config: instead of `decode_config`.
+    """
+    o = operands
+    assert o.block_table is not None, "decoding reads pages"
+    assert num_splits == 1 or parts is not None, f"{num_splits} splits need memory for their parts"
+    head_size, head_size_v = o.query.shape[-1], o.value.shape[-1]
+    if config is None:
+        config = decode_config(
+            head_size,
+            head_size_v,
+            o.query.element_size(),
+            o.key.element_size(),
+            max_query_len * o.group_size,
+            gpu_of(o.query.device),
+        )
+    group_tile, head_tiles = _group_tiles(o.group_size, config.block_m)
+    block_q = config.block_m // group_tile
+    part_rows = max_query_len if parts is None else parts.part_rows
+    query_tiles = triton.cdiv(part_rows, block_q)
+    max_segments = config.max_segments if parts is None else parts.max_segments
+    segments = {
+        "max_query_len": max_query_len,
+        "max_segments": max_segments,
+        "part_rows": part_rows,
+        "BLOCK_N": config.block_n,
+        "SEGMENT": config.segment,
+        "LONG_SEGMENT": config.long_segment,
+        "LONG_FROM": config.long_from,
+        "part_acc_ptr": None if parts is None else parts.acc,
+        "part_top_ptr": None if parts is None else parts.top,
+        "part_total_ptr": None if parts is None else parts.total,
+    }
+    common = {**_tensors(o, variant), **_scalars(o, variant), **_strides(o), **_sizes(o)}
+    score = _shape_of_score(variant)
+    decode = KernelCall(
+        kernel=decode_kernel,
+        grid=(o.num_reqs * query_tiles * o.num_kv_heads * head_tiles * num_splits,),
+        arguments={
+            **common,
+            **segments,
+            **score,
+            "query_tiles": query_tiles,
+            "num_splits": num_splits,
+            "NUM_KV_HEADS": o.num_kv_heads,
+            "GROUP_SIZE": o.group_size,
+            "GROUP_TILE": group_tile,
+            "BLOCK_M": config.block_m,
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if parts is None:
+        return (decode,)
+    names = (
+        "out_ptr",
+        "lse_ptr",
+        "query_start_loc_ptr",
+        "kv_lens_ptr",
+        "causal_ptr",
+        "sinks_ptr",
+        "causal",
+        "window",
+        "scale",
+        "out_stride_token",
+        "out_stride_head",
+        "lse_stride_token",
+        "HEAD_SIZE_V",
+        "BLOCK_DV",
+    )
+    merge = KernelCall(
+        kernel=merge_kernel,
+        grid=(o.num_reqs * part_rows * o.query.shape[1],),
+        arguments={
+            **{name: common[name] for name in names},
+            **segments,
+            "NUM_HEADS": o.query.shape[1],
+            "BLOCK_Q": block_q,
+            "LINEAR": score["LINEAR"],
+            # Eight parts of 512 bytes keep a warp's loads in flight without costing occupancy.
+            "UNROLL": 8,
+        },
+        num_warps=1 if head_size_v <= 128 else 4,
+        num_stages=1,
+    )
+    return decode, merge
+
+
+def write_call(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> KernelCall:
+    """The write kernel over a step's tokens.
+
+    Args:
+        key: (at least T, num_kv_heads, head_size).
+        value: (at least T, num_kv_heads, head_size_v).
+        key_cache: (num_blocks, num_kv_heads, block_size, head_size), last stride 1.
+        value_cache: the same with head_size_v.
+        slot_mapping: int64 or int32 (T,); -1 writes nothing.
+    """
+    for name, x in (("key", key), ("value", value), ("key_cache", key_cache)):
+        assert x.stride(-1) == 1 or x.shape[-1] == 1, f"{name} has last stride {x.stride(-1)}"
+    num_tokens, block_t = slot_mapping.shape[0], 16
+    head_size, head_size_v = key.shape[-1], value.shape[-1]
+    return KernelCall(
+        kernel=write_kernel,
+        grid=(triton.cdiv(num_tokens, block_t), key.shape[1]),
+        arguments={
+            "key_ptr": key,
+            "value_ptr": value,
+            "k_ptr": key_cache,
+            "v_ptr": value_cache,
+            "slot_mapping_ptr": slot_mapping,
+            "num_tokens": num_tokens,
+            "key_stride_token": key.stride(0),
+            "key_stride_head": key.stride(1),
+            "value_stride_token": value.stride(0),
+            "value_stride_head": value.stride(1),
+            "k_stride_page": key_cache.stride(0),
+            "k_stride_row": key_cache.stride(2),
+            "k_stride_head": key_cache.stride(1),
+            "v_stride_page": value_cache.stride(0),
+            "v_stride_row": value_cache.stride(2),
+            "v_stride_head": value_cache.stride(1),
+            "HEAD_SIZE": head_size,
+            "HEAD_SIZE_V": head_size_v,
+            "BLOCK_D": padded(head_size),
+            "BLOCK_DV": padded(head_size_v),
+            "PAGE_SIZE": key_cache.shape[2],
+            "BLOCK_T": block_t,
+        },
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+def _group_tiles(group_size: int, block_m: int) -> tuple[int, int]:
+    """(heads in a tile, tiles that a group needs); groups larger than a tile are cut evenly."""
+    num_tiles = triton.cdiv(group_size, block_m)
+    return triton.cdiv(group_size, num_tiles), num_tiles
+
+
+def _value_follows_key(key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether each value stands right behind its key in one tensor, as in a layer's cache."""
+    return (
+        key.stride() == value.stride()
+        and key.untyped_storage()._cdata == value.untyped_storage()._cdata
+        and value.storage_offset() - key.storage_offset() == key.shape[-1]
+    )
+
+
+def _tensors(o: Operands, variant: AttentionVariant) -> dict[str, torch.Tensor | None]:
+    return {
+        "q_ptr": o.query,
+        "k_ptr": o.key,
+        "v_ptr": None if _value_follows_key(o.key, o.value) else o.value,
+        "out_ptr": o.output,
+        "lse_ptr": o.lse,
+        "query_start_loc_ptr": o.query_start_loc,
+        "kv_lens_ptr": o.kv_lens,
+        "table_ptr": o.block_table,
+        "causal_ptr": o.causal if isinstance(o.causal, torch.Tensor) else None,
+        "slopes_ptr": variant.alibi_slopes,
+        "sinks_ptr": variant.sinks,
+    }
+
+
+def _scalars(o: Operands, variant: AttentionVariant) -> dict[str, float | None]:
+    window = variant.sliding_window
+    return {
+        "causal": 1 if isinstance(o.causal, torch.Tensor) else int(o.causal),
+        "window": None if window is None or window >= _NO_WINDOW else window,
+        "scale": variant.scale,
+        "soft_cap": variant.logits_soft_cap,
+    }
+
+
+def _strides(o: Operands) -> dict[str, int]:
+    paged = o.block_table is not None
+    rows = 2 if paged else 0
+    return {
+        "q_stride_token": o.query.stride(0),
+        "q_stride_head": o.query.stride(1),
+        "k_stride_page": o.key.stride(0) if paged else 0,
+        "k_stride_row": o.key.stride(rows),
+        "k_stride_head": o.key.stride(1),
+        "v_stride_page": o.value.stride(0) if paged else 0,
+        "v_stride_row": o.value.stride(rows),
+        "v_stride_head": o.value.stride(1),
+        "out_stride_token": o.output.stride(0),
+        "out_stride_head": o.output.stride(1),
+        "lse_stride_token": 0 if o.lse is None else o.lse.stride(0),
+        "table_stride": 0 if o.block_table is None else o.block_table.stride(0),
+    }
+
+
+def _sizes(o: Operands) -> dict[str, int]:
+    head_size, head_size_v = o.query.shape[-1], o.value.shape[-1]
+    return {
+        "HEAD_SIZE": head_size,
+        "HEAD_SIZE_V": head_size_v,
+        "BLOCK_D": padded(head_size),
+        "BLOCK_DV": padded(head_size_v),
+        "PAGE_SIZE": 1 if o.block_table is None else o.key.shape[2],
+    }
+
+
+def _shape_of_score(variant: AttentionVariant) -> dict[str, bool]:
+    # A positive factor may be applied after the maximum; anything else is applied before.
+    return {
+        "LINEAR": variant.logits_soft_cap is None
+        and variant.alibi_slopes is None
+        and variant.scale > 0,
+        "ALIBI_SQRT": variant.use_alibi_sqrt,
+    }

@@ -1,0 +1,273 @@
+"""Parts of a tile, shared by the attention and the decode kernels: rows, pages, scores, softmax.
+
+In: pointers, strides and positions of one tile. Out: values for the kernel's own loop. Device code.
+
+A tile is BLOCK_M query rows against BLOCK_N keys. The query heads of one KV head lie side by side in
+the rows (token by token, GROUP_TILE heads each), so a K/V tile is loaded once for all of them.
+
+Scores are kept in units of `log2_scale`: a weight is exp2((score - max) * log2_scale). The subtraction
+comes first because it is exact where it matters: folded into one multiply-add, score * log2_scale
+would be rounded differently than max * log2_scale, and logits near 1e30 would overflow.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+EVERYTHING = tl.constexpr(1 << 30)
+"""More keys than a request has; sums of two stay inside int32."""
+
+
+@triton.jit
+def tile_rows(
+    first_query,
+    query_len,
+    head_tile,
+    GROUP_SIZE: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Which query and which head of the group each row is, and whether there is such a row."""
+    rows = tl.arange(0, BLOCK_M)
+    query = first_query + rows // GROUP_TILE
+    head = head_tile * GROUP_TILE + rows % GROUP_TILE
+    live = (rows // GROUP_TILE < BLOCK_M // GROUP_TILE) & (query < query_len)
+    if GROUP_SIZE % GROUP_TILE != 0:
+        live = live & (head < GROUP_SIZE)
+    return query, head, live
+
+
+@triton.jit
+def reach_of(causal, window):
+    """How many keys from its own position on a query sees: itself only, a window, or all."""
+    ahead = EVERYTHING
+    if window is not None:
+        ahead = window
+    return tl.where(causal != 0, 1, ahead)
+
+
+@triton.jit
+def first_key_of(position, window):
+    """First key that a query at `position` sees."""
+    first = position * 0
+    if window is not None:
+        first = tl.maximum(position - window + 1, 0)
+    return first
+
+
+@triton.jit
+def end_key_of(position, kv_len, reach):
+    """One past the last key that a query at `position` sees; at most 0 where it sees none."""
+    return tl.minimum(position + reach, kv_len)
+
+
+@triton.jit
+def request_flag(causal_ptr, causal, request):
+    """Whether this request is causal: its own entry where the batch has one per request."""
+    flag = causal
+    if causal_ptr is not None:
+        flag = tl.load(causal_ptr + request).to(tl.int32)
+    return flag
+
+
+@triton.jit
+def pages_of(table_ptr, start, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages of the keys start to start + BLOCK_N (a multiple of it): one per key, or one for all where
+    a tile lies inside a page. Table cells of keys at or past `end` are not read.
+
+    Loops look up the pages of the next tile while they work on this one: a K/V load that waits for its
+    page index could not be issued ahead. Without a block table there is nothing to look up.
+    """
+    if table_ptr is None:
+        page = 0
+    elif PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(table_ptr + start // PAGE_SIZE, mask=start < end, other=0)
+    else:
+        keys = start + tl.arange(0, BLOCK_N)
+        page = tl.load(table_ptr + keys // PAGE_SIZE, mask=keys < end, other=0)
+    return page
+
+
+@triton.jit
+def offsets_of(
+    table_ptr, page, keys, first_token, stride_page, stride_row, PAGE_SIZE: tl.constexpr
+):
+    """int64 offsets of the keys' rows: inside their pages, or after the request's first token."""
+    if table_ptr is None:
+        offsets = (first_token.to(tl.int64) + keys) * stride_row
+    else:
+        # Inside a page 32 bits are enough; between pages they are not.
+        offsets = page.to(tl.int64) * stride_page + keys % PAGE_SIZE * stride_row
+    return offsets
+
+
+@triton.jit
+def load_rows(
+    base_ptr,
+    offsets,
+    wanted,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    OFFSET: tl.constexpr = 0,
+):
+    """(len(offsets), BLOCK_SIZE) values, OFFSET elements after int64 row offsets; zero where not wanted
+    and past SIZE."""
+    columns = tl.arange(0, BLOCK_SIZE)
+    pointers = base_ptr + offsets[:, None] + columns[None, :] + OFFSET
+    if MASKED:
+        if SIZE == BLOCK_SIZE:
+            values = tl.load(pointers, mask=wanted[:, None], other=0.0)
+        else:
+            values = tl.load(pointers, mask=wanted[:, None] & (columns < SIZE)[None, :], other=0.0)
+    elif SIZE == BLOCK_SIZE:
+        values = tl.load(pointers)
+    else:
+        values = tl.load(pointers, mask=(columns < SIZE)[None, :], other=0.0)
+    return values
+
+
+@triton.jit
+def load_key_value(
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    page,
+    keys,
+    wanted,
+    first_token,
+    k_stride_page,
+    k_stride_row,
+    v_stride_page,
+    v_stride_row,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_SIZE_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """A tile of K and of V. Without `v_ptr`, a value stands right behind its key, at one address plus a
+    constant."""
+    k_offsets = offsets_of(
+        table_ptr, page, keys, first_token, k_stride_page, k_stride_row, PAGE_SIZE
+    )
+    k = load_rows(k_ptr, k_offsets, wanted, HEAD_SIZE, BLOCK_D, MASKED)
+    if v_ptr is None:
+        v = load_rows(k_ptr, k_offsets, wanted, HEAD_SIZE_V, BLOCK_DV, MASKED, HEAD_SIZE)
+    else:
+        v_offsets = offsets_of(
+            table_ptr, page, keys, first_token, v_stride_page, v_stride_row, PAGE_SIZE
+        )
+        v = load_rows(v_ptr, v_offsets, wanted, HEAD_SIZE_V, BLOCK_DV, MASKED)
+    return k, v
+
+
+@triton.jit
+def tanh(x, PRECISE: tl.constexpr):
+    """Hyperbolic tangent that neither overflows nor, if PRECISE, loses small arguments.
+
+    (1 - e) / (1 + e) with e = exp(-2|x|) <= 1 has an absolute error near 1e-7, so a relative one that
+    grows below 1. There PRECISE takes the continued fraction of tanh to seven terms, whose error at
+    |x| = 1 is 3e-9.
+    """
+    size = tl.abs(x)
+    e = tl.exp2(size * (-2.0 * LOG2_E))
+    far = (1.0 - e) / (1.0 + e)
+    if PRECISE:
+        s = x * x
+        top = 135135.0 + s * (17325.0 + s * (378.0 + s))
+        bottom = 135135.0 + s * (62370.0 + s * (3150.0 + s * 28.0))
+        far = tl.where(size < 1.0, size * top / bottom, far)
+    return tl.where(x < 0.0, -far, far)
+
+
+@triton.jit
+def scores(
+    q,
+    k,
+    keys,
+    positions,
+    slopes,
+    scale,
+    soft_cap,
+    LINEAR: tl.constexpr,
+    ALIBI_SQRT: tl.constexpr,
+):
+    """(BLOCK_M, BLOCK_N) scores before the mask.
+
+    LINEAR: plain q.k; `log2_scale` then holds scale * log2(e). Otherwise the score is finished here,
+    in base 2: q.k * scale, soft cap, ALiBi, times log2(e).
+    """
+    # "ieee" concerns float32 only: TF32 would keep 10 of its 23 bits.
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if not LINEAR:
+        s = s * scale
+        if soft_cap is not None:
+            s = soft_cap * tanh(s / soft_cap, q.dtype == tl.float32)
+        if slopes is not None:
+            ahead = (keys[None, :] - positions[:, None]).to(tl.float32)
+            if ALIBI_SQRT:
+                ahead = -tl.sqrt(tl.maximum(-ahead, 0.0))
+            s = s + slopes[:, None] * ahead
+        s = s * LOG2_E
+    return s
+
+
+@triton.jit
+def finite_or_zero(top):
+    """A maximum to subtract: 0 stands in for that of a row which has seen no key."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def online_softmax(s, top, total, log2_scale):
+    """One step of the running softmax.
+
+    Returns:
+        weights (BLOCK_M, BLOCK_N), the new maximum and sum, and what earlier sums are multiplied by.
+    """
+    new_top = tl.maximum(top, tl.max(s, 1))
+    base = finite_or_zero(new_top)
+    weights = tl.exp2((s - base[:, None]) * log2_scale)
+    fade = tl.exp2((top - base) * log2_scale)
+    return weights, new_top, total * fade + tl.sum(weights, 1), fade
+
+
+@triton.jit
+def fold(top, total, acc, part_top, part_total, part_acc, log2_scale):
+    """Add the state of later keys to that of earlier ones.
+
+    The multiply-adds are explicit, so that registers and the merge kernel give the same bits.
+    """
+    new_top = tl.maximum(top, part_top)
+    base = finite_or_zero(new_top)
+    fade = tl.exp2((top - base) * log2_scale)
+    part_fade = tl.exp2((part_top - base) * log2_scale)
+    new_total = tl.fma(total, fade, part_total * part_fade)
+    fade_all = tl.broadcast_to(fade[:, None], acc.shape)
+    new_acc = tl.fma(acc, fade_all, part_acc * part_fade[:, None])
+    return new_top, new_total, new_acc
+
+
+@triton.jit
+def finish(top, total, acc, sinks, log2_scale):
+    """Output and natural LSE of rows from their final state.
+
+    The sink joins here, once: one more logit in the denominator, without a value. A row without keys
+    has total 0: output 0 and LSE -inf, or the sink's.
+    """
+    top = top * log2_scale
+    if sinks is not None:
+        sink = sinks * LOG2_E
+        with_sink = tl.maximum(top, sink)
+        base = finite_or_zero(with_sink)
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.exp2(sink - base)
+        acc = acc * fade[:, None]
+        top = with_sink
+    empty = total == 0.0
+    divisor = tl.where(empty, 1.0, total)
+    lse = tl.where(empty, float("-inf"), (top + tl.log2(divisor)) * LN_2)
+    return acc / divisor[:, None], lse
