@@ -40,11 +40,18 @@ def test_auto_takes_it_only_where_nothing_else_serves() -> None:
     assert select(request, environ={}).name != "reference"
 
 
-def test_it_refuses_quantised_caches_by_name() -> None:
-    with pytest.raises(UnsupportedConfiguration, match="KV cache dtype fp8 is not supported"):
-        Attention(4, 8, backend="reference", kv_cache_dtype="fp8")
-    with pytest.raises(UnsupportedConfiguration, match="KV cache dtype fp8 is not supported"):
-        ReferenceBackend.get_impl_cls()(4, 8, 1.0, kv_cache_dtype="fp8")
+def test_it_refuses_caches_of_mla_latents_by_name() -> None:
+    with pytest.raises(UnsupportedConfiguration, match="KV cache dtype fp8_ds_mla is not"):
+        Attention(4, 8, backend="reference", kv_cache_dtype="fp8_ds_mla")
+    with pytest.raises(UnsupportedConfiguration, match="KV cache dtype fp8_ds_mla is not"):
+        ReferenceBackend.get_impl_cls()(4, 8, 1.0, kv_cache_dtype="fp8_ds_mla")
+
+
+def test_it_refuses_head_sizes_whose_codes_do_not_fill_blocks() -> None:
+    with pytest.raises(UnsupportedConfiguration, match="nvfp4 needs head sizes that 16 divides"):
+        Attention(4, 24, backend="reference", kv_cache_dtype="nvfp4")
+    with pytest.raises(UnsupportedConfiguration, match=r"needs head sizes .*not 24"):
+        Attention(4, 32, head_size_v=24, backend="reference", kv_cache_dtype="nvfp4")
 
 
 @pytest.mark.parametrize(

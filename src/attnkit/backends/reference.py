@@ -20,13 +20,15 @@ from attnkit.contract import (
     AttentionImpl,
     AttentionLayer,
     AttentionMetadataBuilder,
+    AttentionSpec,
     AttentionType,
     AttentionVariant,
     CommonAttentionMetadata,
     CommonMetadataBuilder,
+    DeviceCapability,
 )
 from attnkit.errors import UnsupportedConfiguration
-from attnkit.kvcache.write import write_kv
+from attnkit.kvcache.formats import CACHE_FORMATS, cache_format, customize_spec
 
 _CACHELESS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
@@ -35,7 +37,7 @@ class ReferenceBackend(AttentionBackend):
     """Every variant of dense attention, any head size, any page size, any device."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float32", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_FORMATS)
     forward_includes_kv_cache_update = True
     accept_output_buffer = True
 
@@ -54,6 +56,31 @@ class ReferenceBackend(AttentionBackend):
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type in tuple(AttentionType)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        return customize_spec(spec)
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: DeviceCapability,
+    ) -> str | None:
+        if kv_cache_dtype not in CACHE_FORMATS:
+            return None  # A reason of its own.
+        return cache_format(kv_cache_dtype).refusal(head_size, head_size)
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -120,12 +147,16 @@ class ReferenceImpl(AttentionImpl[CommonAttentionMetadata]):
             allowed = ", ".join(ReferenceBackend.supported_kv_cache_dtypes)
             reason = f"KV cache dtype {kv_cache_dtype} is not supported (allowed: {allowed})"
             raise UnsupportedConfiguration(f"reference: {reason}", (reason,))
+        self.cache_format = cache_format(kv_cache_dtype)
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = scale
         self.num_kv_heads = num_kv_heads or num_heads
         self.head_size_v = head_size_v or head_size
         self.kv_cache_dtype = kv_cache_dtype
+        reason = self.cache_format.refusal(self.head_size, self.head_size_v)
+        if reason is not None:
+            raise UnsupportedConfiguration(f"reference: {reason}", (reason,))
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.variant = AttentionVariant.from_impl_args(
             num_heads=num_heads,
@@ -162,7 +193,9 @@ class ReferenceImpl(AttentionImpl[CommonAttentionMetadata]):
         cacheless = variant.attn_type in _CACHELESS
         writes = not cacheless and key is not None and self.kv_sharing_target_layer_name is None
         if writes:
-            write_kv(key, value, kv_cache, attn_metadata.slot_mapping)
+            self.cache_format.write(
+                key, value, kv_cache, attn_metadata.slot_mapping, layer._k_scale, layer._v_scale
+            )
 
         lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float32, device=query.device)
         starts = attn_metadata.query_start_loc.tolist()
@@ -178,7 +211,7 @@ class ReferenceImpl(AttentionImpl[CommonAttentionMetadata]):
                 keys, values = key[rows], value[rows]
             else:
                 keys, values = self._gather(
-                    kv_cache, attn_metadata.block_table_tensor[request], kv_len
+                    layer, kv_cache, attn_metadata.block_table_tensor[request], kv_len
                 )
             causal = _is_causal(attn_metadata, variant, request)
             first = kv_len - (rows.stop - rows.start)
@@ -190,13 +223,19 @@ class ReferenceImpl(AttentionImpl[CommonAttentionMetadata]):
         return (output, lse) if self.need_to_return_lse_for_decode else output
 
     def _gather(
-        self, kv_cache: torch.Tensor, block_table: torch.Tensor, kv_len: int
+        self,
+        layer: AttentionLayer,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        kv_len: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One request's keys and values in order: (kv_len, num_kv_heads, size)."""
+        """One request's keys and values in order: float32 (kv_len, num_kv_heads, size)."""
         block_size = kv_cache.shape[2]
         blocks = block_table[: -(-kv_len // block_size)].long()
         tokens = kv_cache[blocks].transpose(1, 2).flatten(0, 1)[:kv_len]
-        return tokens[..., : self.head_size], tokens[..., self.head_size :]
+        return self.cache_format.decode(
+            tokens, self.head_size, self.head_size_v, layer._k_scale, layer._v_scale
+        )
 
 
 def _is_causal(batch: CommonAttentionMetadata, variant: AttentionVariant, request: int) -> bool:
