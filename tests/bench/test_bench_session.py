@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from attnkit.backends.reference import ReferenceBackend
 from attnkit.bench import session
 from attnkit.bench.contender import Contender, NotInstalled, Prepared, Refused
 from attnkit.bench.inputs import Inputs
@@ -27,6 +28,7 @@ from attnkit.bench.workloads import (
     verify,
     write,
 )
+from attnkit.select import _REGISTERED
 
 CPU = torch.device("cpu")
 LAYER = LayerShape(num_heads=4, num_kv_heads=2, head_size=16, block_size=16, dtype="float32")
@@ -133,11 +135,19 @@ def test_a_bug_of_ours_is_not_swallowed() -> None:
         measured(DECODE, Stub("buggy", prepares=fail))
 
 
-def test_a_backend_that_cannot_serve_the_layer_gives_every_reason() -> None:
-    layer = LayerShape(num_heads=4, num_kv_heads=2, head_size=16, kv_cache_dtype="nvfp4")
-    row = measured(decode(2, 20, layer), Subject(backend="reference"))["reference"]
+def test_a_backend_that_cannot_serve_the_layer_gives_every_reason(monkeypatch) -> None:
+    class Narrow(ReferenceBackend):
+        supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16]
+
+        @classmethod
+        def get_supported_head_sizes(cls) -> list[int]:
+            return [8]
+
+    monkeypatch.setitem(_REGISTERED, "narrow", Narrow)
+    row = measured(DECODE, Subject(backend="narrow"))["narrow"]
     assert row.status == "refused"
-    assert "nvfp4" in row.note
+    assert "head size 16" in row.note
+    assert "float32" in row.note
 
 
 def test_ratios_are_the_rivals_times_over_ours() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 import warnings
 from collections import Counter
@@ -174,3 +175,16 @@ def test_a_graph_holds_many_short_calls_or_one_long_one(monkeypatch) -> None:
         "short": 16 * got["short"].num_samples,
         "long": got["long"].num_samples,
     }
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="the kernel that reads memory needs triton"
+)
+def test_the_reading_kernel_reads_everything_once() -> None:
+    from attnkit.bench.kernels import read_kernel
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU in triton's interpreter
+    x = torch.arange(3 * 4 * 64, device=device).float()
+    sums = torch.full((3,), float("nan"), device=device)
+    read_kernel[(3,)](x, sums, BLOCK=64, NUM_BLOCKS=4)
+    assert torch.equal(sums, x.view(3, -1).sum(1))
