@@ -102,7 +102,9 @@ def test_br015_a_plan_said_to_replay_any_batch_does(subject: Subject, layer_of: 
     a, b = case, replace(case, query_lens=(3, 1, 0, 0), seq_lens=(11, 6, 0, 0))
     first = subject.inputs(layer, a)
     second = subject.inputs(layer, b)
-    plan = builder.build_for_cudagraph_capture(first.batch)
+    # A graph is captured for as many tokens as one request may have, not for this batch's lengths.
+    bound = first.batch.replace(max_query_len=4, max_seq_len=32)
+    plan = builder.build_for_cudagraph_capture(bound)
     for name in ("query_start_loc", "seq_lens", "slot_mapping"):
         getattr(first.batch, name).copy_(getattr(second.batch, name))
     width = second.batch.block_table_tensor.shape[1]

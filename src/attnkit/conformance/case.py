@@ -50,7 +50,8 @@ class Case:
         num_heads, num_kv_heads, head_size: of the layer.
         head_size_v: of values; None: as keys.
         dtype: of q, k, v and the output.
-        kv_cache_dtype: cache format.
+        kv_cache_dtype: cache format. Formats that read the layer's scales get some.
+        per_head_scales: those scales differ per KV head.
         block_size: tokens per page.
         layout: order in memory of the cache.
         causal: of the batch; a tuple says it per request.
@@ -66,6 +67,7 @@ class Case:
         padding_tokens: rows behind the last real token.
         padding_reqs: rows of the batch behind the last real request.
         query_gain: factor on random queries: larger gives peaked softmaxes.
+        value_gain: factor on random values: larger saturates 8-bit codes.
         scale: factor on q.k; None: head_size ** -0.5.
     """
 
@@ -78,6 +80,7 @@ class Case:
     head_size_v: int | None = None
     dtype: torch.dtype = torch.float32
     kv_cache_dtype: str = "auto"
+    per_head_scales: bool = False
     block_size: int = 16
     layout: KVCacheLayout = KVCacheLayout.LBNHC
     causal: bool | tuple[bool, ...] = True
@@ -94,6 +97,7 @@ class Case:
     padding_tokens: int = 0
     padding_reqs: int = 0
     query_gain: float = 1.0
+    value_gain: float = 1.0
     scale: float | None = None
 
     @property

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from attnkit.conformance.case import DTYPES, Basis, Case
-from attnkit.contract import AttentionType, KVCacheLayout
+from attnkit.contract import CACHE_DTYPES, AttentionType, KVCacheLayout, KVQuantMode
 
 BATCHES: dict[str, dict[str, Any]] = {
     "decode": {"query_lens": (1, 1, 1, 1), "seq_lens": (33, 1, 64, 17)},
@@ -89,6 +89,7 @@ def all_cases(basis: Basis | None = None) -> tuple[Case, ...]:
         _lengths,
         _long_contexts,
         _cache_formats,
+        _quantised_caches,
         _random_mixtures,
     )
     cases = tuple(case for section in sections for case in section(basis))
@@ -341,6 +342,29 @@ def _cache_formats(basis: Basis) -> Iterator[Case]:
                 kv_cache_dtype=kv_cache_dtype,
                 return_lse=basis.lse,
             )
+
+
+def _quantised_caches(basis: Basis) -> Iterator[Case]:
+    """Formats with codes: alone, with masks and heads, with scales per head, saturated."""
+    mixtures: Mapping[str, tuple[str, dict[str, Any]]] = {
+        "window": ("mixed", {"sliding_window": 11, "freed_window": True}),
+        "sinks_softcap": ("mixed", {"sinks": True, "logits_soft_cap": 2.0}),
+        "mqa": ("extend", {"num_heads": 7, "num_kv_heads": 1}),
+        "padding": ("mixed", {"padding_tokens": 3, "padding_reqs": 1}),
+        "large_pages": ("decode", {"block_size": 4 * basis.block_size}),
+        "saturated": ("mixed", {"value_gain": 1000.0}),
+    }
+    for name, (_, mode) in CACHE_DTYPES.items():
+        if mode in (KVQuantMode.NONE, KVQuantMode.FP8_DS_MLA):
+            continue
+        how: dict[str, Any] = {"kv_cache_dtype": name, "return_lse": basis.lse}
+        for batch, dtype in itertools.product(BATCHES, basis.dtypes):
+            yield _case(f"{name}-{batch}-{dtype}", basis, batch, dtype=dtype, **how)
+        for i, (mixture, (batch, fields)) in enumerate(mixtures.items()):
+            dtype = basis.dtypes[i % len(basis.dtypes)]
+            yield _case(f"{name}-{mixture}-{dtype}", basis, batch, dtype=dtype, **how, **fields)
+        if mode is KVQuantMode.FP8_PER_TENSOR:
+            yield _case(f"{name}-per_head_scales", basis, "mixed", per_head_scales=True, **how)
 
 
 def _random_mixtures(basis: Basis) -> Iterator[Case]:

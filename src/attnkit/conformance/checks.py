@@ -14,7 +14,7 @@ import torch
 
 from attnkit.conformance.budget import Budget, budget_for
 from attnkit.conformance.case import Case
-from attnkit.conformance.inputs import Inputs, WholeSequence
+from attnkit.conformance.inputs import Inputs, WholeSequence, contents
 from attnkit.conformance.oracle import Answer, Array, attend
 from attnkit.conformance.subject import LawBroken, Result, Subject
 from attnkit.contract import AttentionType, CommonAttentionMetadata
@@ -136,7 +136,7 @@ class CacheWatch:
         self._other = None if inputs.other_cache is None else bits(inputs.other_cache)
 
     def expect_only_new_tokens_written(self) -> None:
-        """Each real token is in its slot, rounded once to the cache's dtype; no other byte changed.
+        """Each real token is in its slot, in the cache's format; no other byte changed.
 
         Raises:
             LawBroken: naming the first block and offset that is not so.
@@ -171,8 +171,7 @@ class CacheWatch:
     def _write_expected(self, pages: torch.Tensor) -> None:
         """This step's tokens, in place into the bits from before."""
         inputs, block_size = self._inputs, self._inputs.case.block_size
-        token = torch.cat([inputs.key, inputs.value], dim=-1).to(inputs.kv_cache.dtype)
-        new = bits(token)
+        new = bits(contents(inputs.case, inputs.key, inputs.value))
         for row, slot in enumerate(inputs.batch.slot_mapping.tolist()):
             if slot >= 0:
                 block = slot // block_size - max(1, inputs.first_block)

@@ -189,6 +189,13 @@ def _features(basis: Basis) -> list[Claim]:
             shown_by=lambda c: (c.head_size, c.head_size_v) == (size, large),
         ),
         Claim(
+            name="scales per head",
+            made=lambda b: b.supports_per_head_quant_scales(),
+            request={"use_per_head_quant_scales": True},
+            layer={"per_head_scales": True},
+            shown_by=lambda c: c.per_head_scales,
+        ),
+        Claim(
             name="batch invariance",
             made=lambda b: b.supports_batch_invariance(),
             request={"use_batch_invariant": True},
@@ -232,7 +239,7 @@ def _formats() -> list[Claim]:
             )
         )
     for name, (_, mode) in CACHE_DTYPES.items():
-        judged = mode is KVQuantMode.NONE
+        judged = mode is not KVQuantMode.FP8_DS_MLA
         claims.append(
             Claim(
                 name=f"cache format {name}",
@@ -277,10 +284,6 @@ def _kinds() -> list[Claim]:
         "sparse attention": (lambda b: b.is_sparse(), {"use_sparse": True}),
         "multimodal prefix": (lambda b: b.supports_mm_prefix(), {"use_mm_prefix": True}),
         "R-SWA": (lambda b: b.supports_rswa(), {"use_rswa": True}),
-        "scales per head": (
-            lambda b: b.supports_per_head_quant_scales(),
-            {"use_per_head_quant_scales": True},
-        ),
         "prefill context parallelism": (lambda b: b.supports_pcp(), {"use_pcp": True}),
         "decode context parallelism": (lambda b: b.supports_dcp(), {"use_dcp": True}),
     }

@@ -29,6 +29,7 @@ from attnkit.contract import (
     CommonAttentionMetadata,
     kv_cache_torch_dtype,
 )
+from attnkit.kvcache.formats import cache_format
 from attnkit.kvcache.pool import PagedKVCache
 
 UNWRITTEN = 1234.0
@@ -36,6 +37,7 @@ UNWRITTEN = 1234.0
 
 LAYER = "layer"
 _OTHER_LAYER = "other"
+_PLAIN_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _SPARE = 3
 """Free pages beside the used ones, at least."""
 
@@ -74,8 +76,8 @@ class Inputs:
         query: (num_tokens + padding, num_heads, head_size).
         key, value: of the step; not to be written for cross attention, whose keys are in the cache
             already.
-        kv_cache: (num_blocks, num_kv_heads, block_size, head_size + head_size_v). Empty for types
-            without a cache.
+        kv_cache: (num_blocks, num_kv_heads, block_size, C), C being head_size + head_size_v unless
+            the cache format has codes. Empty for types without a cache.
         other_cache: cache of another layer in the same memory, where the layout interleaves them.
         batch: the step.
         sequences: per real request.
@@ -118,6 +120,17 @@ def sink_logits(case: Case) -> list[float] | None:
     if case.num_heads >= 4:
         sinks[0], sinks[-1] = -math.inf, 120.0
     return sinks
+
+
+def cache_scales(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer's `_k_scale` and `_v_scale`: no powers of two, and different from each other."""
+    k, v = torch.tensor(0.037), torch.tensor(0.19)
+    if not cache_format(case.kv_cache_dtype).reads_layer_scales:
+        return torch.ones(()), torch.ones(())
+    if not case.per_head_scales:
+        return k, v
+    heads = 1.0 + torch.arange(case.num_kv_heads)
+    return k * heads, v / heads
 
 
 def meaning_of(case: Case, request: int) -> Meaning:
@@ -171,7 +184,7 @@ def make_inputs(
         if _is_logical(case, kv_cache):
             _fill(case, sequences, pages, kv_cache, poison)
         else:
-            kv_cache.fill_(_poison(kv_cache.dtype, poison))
+            poison_pages(kv_cache, poison)
         if other is not None:
             other.fill_(7.0)
     return Inputs(
@@ -195,18 +208,28 @@ def context_of(inputs: Inputs) -> Inputs | None:
     if not any(contexts):
         return None
     table = inputs.batch.block_table_tensor.tolist()
+    # Pages of a shared prefix are written by the first request that has them.
+    written, starts = 0, []
+    for n in contexts:
+        starts.append(min(n, written))
+        written = max(written, min(n, case.shared_blocks * case.block_size))
     batch = make_batch(
-        contexts,
+        [n - start for n, start in zip(contexts, starts, strict=True)],
         contexts,
         [row[: -(-n // case.block_size)] for row, n in zip(table, contexts, strict=False)],
         case.block_size,
         device=inputs.query.device,
     )
     k, v = (
-        torch.cat([getattr(s, name)[:n] for s, n in zip(inputs.sequences, contexts, strict=True)])
+        torch.cat(
+            [
+                getattr(s, name)[start:n]
+                for s, start, n in zip(inputs.sequences, starts, contexts, strict=True)
+            ]
+        )
         for name in ("k", "v")
     )
-    query = torch.zeros(sum(contexts), *inputs.query.shape[1:], dtype=case.dtype)
+    query = torch.zeros(len(k), *inputs.query.shape[1:], dtype=case.dtype)
     return replace(
         inputs,
         query=query.to(inputs.query.device),
@@ -217,8 +240,12 @@ def context_of(inputs: Inputs) -> Inputs | None:
 
 
 def _is_logical(case: Case, kv_cache: torch.Tensor) -> bool:
-    page = (case.num_kv_heads, case.block_size, case.head_size + case.value_size)
-    return kv_cache.shape[1:] == page
+    page = (case.num_kv_heads, case.block_size)
+    dtype = kv_cache_torch_dtype(case.kv_cache_dtype, case.dtype)
+    name = case.kv_cache_dtype if case.kv_cache_dtype != "auto" else _PLAIN_NAMES[dtype]
+    num_bytes = cache_format(name).layout(case.head_size, case.value_size).num_bytes
+    content = kv_cache.shape[-1] * kv_cache.element_size()
+    return kv_cache.shape[1:3] == page and content == num_bytes
 
 
 def _random_tokens(case: Case, rng: np.random.Generator) -> list[Tokens]:
@@ -234,7 +261,7 @@ def _random_tokens(case: Case, rng: np.random.Generator) -> list[Tokens]:
     result = []
     for q_len, kv_len in zip(case.query_lens, case.seq_lens, strict=True):
         q = draw(q_len, case.num_heads, size, gain=case.query_gain)
-        k, v = draw(kv_len, heads, size), draw(kv_len, heads, size_v)
+        k, v = draw(kv_len, heads, size), draw(kv_len, heads, size_v, gain=case.value_gain)
         common = min(shared, kv_len)
         k[:common], v[:common] = k_shared[:common], v_shared[:common]
         result.append(Tokens(q=q, k=k, v=v))
@@ -310,9 +337,8 @@ def _fill(
     poison: float,
 ) -> None:
     """Poison everywhere, then each context token that some query of its request may see."""
-    bad = _poison(kv_cache.dtype, poison)
-    kv_cache[0] = bad
-    kv_cache[max(1, case.first_block) :] = bad
+    poison_pages(kv_cache[:1], poison)
+    poison_pages(kv_cache[max(1, case.first_block) :], poison)
     # A shared page holds what any of its requests sees, so it is filled once for all of them.
     for request, s in enumerate(sequences):
         positions = np.flatnonzero(_seen(case, request))
@@ -321,8 +347,33 @@ def _fill(
             torch.from_numpy(x).to(kv_cache.device)
             for x in (table[positions // case.block_size], positions % case.block_size)
         )
-        tokens = torch.cat([s.k, s.v], dim=-1)[torch.from_numpy(positions)]
-        kv_cache[blocks, :, offsets] = tokens.to(kv_cache)
+        rows = torch.from_numpy(positions)
+        tokens = contents(case, s.k[rows], s.v[rows]).to(kv_cache.device)
+        # As bytes, since not every operation knows every 8-bit dtype.
+        kv_cache.view(torch.uint8)[blocks, :, offsets] = tokens.view(torch.uint8)
+
+
+def contents(case: Case, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What the cache holds of tokens: (num_tokens, num_kv_heads, C) in the cache's dtype.
+
+    Plain formats are K and V side by side, each number rounded once. How codes are made is the
+    format's; where a token goes is computed here, not by the code under judgement.
+    """
+    stored = cache_format(case.kv_cache_dtype)
+    if stored.codec is None:
+        dtype = kv_cache_torch_dtype(case.kv_cache_dtype, case.dtype)
+        return torch.cat([key, value], dim=-1).to(dtype)
+    return stored.encode(key, value, *(scale.to(key.device) for scale in cache_scales(case)))
+
+
+def poison_pages(pages: torch.Tensor, poison: float) -> None:
+    """Fill pages with a number, or, where they hold codes, with bytes that read as something like it:
+    NaN, infinity or very large in codes and in scales, or zero."""
+    if pages.dtype in _PLAIN_NAMES:
+        pages.fill_(_poison(pages.dtype, poison))
+        return
+    code = 0xFF if math.isnan(poison) else 0x7C if math.isinf(poison) else 0x7E if poison else 0
+    pages.view(torch.uint8).fill_(code)
 
 
 def _seen(case: Case, request: int) -> npt.NDArray[np.bool_]:
@@ -406,11 +457,16 @@ def _slot(ids: Sequence[int], position: int, block_size: int) -> int:
 
 
 def _as_cached(case: Case, s: WholeSequence) -> WholeSequence:
-    """K and V as they are read back: through the cache's dtype, unless there is no cache."""
+    """K and V as they are read back: through the cache's format, unless there is no cache."""
+    stored = cache_format(case.kv_cache_dtype)
     if case.is_cacheless:
         return s
-    dtype = kv_cache_torch_dtype(case.kv_cache_dtype, case.dtype)
-    return replace(s, k=s.k.to(dtype), v=s.v.to(dtype))
+    if stored.codec is None:
+        dtype = kv_cache_torch_dtype(case.kv_cache_dtype, case.dtype)
+        return replace(s, k=s.k.to(dtype), v=s.v.to(dtype))
+    scales = cache_scales(case)
+    k, v = stored.decode(contents(case, s.k, s.v), case.head_size, case.value_size, *scales)
+    return replace(s, k=k, v=v)
 
 
 def _poison(dtype: torch.dtype, value: float) -> float:

@@ -19,6 +19,7 @@ from attnkit.conformance.inputs import (
     Inputs,
     Tokens,
     alibi_slopes,
+    cache_scales,
     context_of,
     make_inputs,
     sink_logits,
@@ -33,6 +34,7 @@ from attnkit.contract import (
     kv_cache_torch_dtype,
 )
 from attnkit.errors import BackendUnavailable, ConfigurationError, UnsupportedConfiguration
+from attnkit.kvcache.formats import cache_format
 from attnkit.layer import Attention
 from attnkit.select import resolve
 
@@ -152,6 +154,7 @@ class Subject:
             "backend": self.backend,
             "block_size": case.block_size,
             "return_lse": case.return_lse,
+            "use_per_head_quant_scales": case.per_head_scales,
             "use_non_causal": case.attn_type is AttentionType.DECODER and case.causal is not True,
         }
         try:
@@ -160,6 +163,10 @@ class Subject:
             raise NotClaimed(str(refusal)) from refusal
         if case.is_cacheless:
             return layer
+        if cache_format(case.kv_cache_dtype).reads_layer_scales:
+            for name, scale in zip(("_k_scale", "_v_scale"), cache_scales(case), strict=True):
+                getattr(layer, name).copy_(scale)
+            layer.process_weights_after_loading(case.dtype)
         if not self.reads_pages_of(case.block_size):
             raise NotClaimed(
                 f"blocks of {case.block_size} tokens are split before the kernels see them"
@@ -214,8 +221,9 @@ class Subject:
         )
         if case.is_cacheless or inputs.is_logical:
             return inputs
-        if case.freed_window or case.attn_type is not AttentionType.DECODER:
-            raise NotClaimed("a cache of the older generation's shape is filled by the layer only")
+        quantised = cache_format(case.kv_cache_dtype).codec is not None
+        if quantised or case.freed_window or case.attn_type is not AttentionType.DECODER:
+            raise NotClaimed("a cache in a shape of the backend's own is filled by the layer only")
         context = context_of(inputs)
         if context is not None:
             self.run(layer, context)

@@ -98,8 +98,10 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Nothing failed and something ran: a backend that refuses everything is not right."""
-        return not self.failed and self.num_cases > 0
+        """Nothing failed and something passed; of the cases too, if any were asked for, since a
+        backend that refuses everything is not right."""
+        asked_cases = any(o.name.startswith("case:") for o in self.outcomes)
+        return not self.failed and bool(self.passed) and (self.num_cases > 0 or not asked_cases)
 
     def __str__(self) -> str:
         lines = [
@@ -136,7 +138,7 @@ def verify(
     for check in all_checks(subject):
         if filter is not None and filter not in check.name:
             continue
-        outcomes.append(_outcome(check))
+        outcomes.append(outcome_of(check))
         if progress is not None:
             progress(outcomes[-1])
     return Report(
@@ -174,7 +176,8 @@ def claimed_checks(subject: Subject) -> tuple[Check, ...]:
     return tuple(check for check in all_checks(subject) if check.name not in refused)
 
 
-def _outcome(check: Check) -> Outcome:
+def outcome_of(check: Check) -> Outcome:
+    """Run one check and say what became of it; whatever the judged backend raises is a failure."""
     try:
         margin = check.run()
     except LawBroken as broken:
