@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import warnings
@@ -93,20 +94,24 @@ def test_two_processes_may_build_at_once(cache: Path, compiler: str) -> None:
     assert [p.suffix for p in cache.glob("cpu/*")] == [".so"]
 
 
-def test_other_source_flags_or_processors_are_other_files(
+def test_other_sources_flags_or_machines_are_other_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str
 ) -> None:
-    paths = {native._library_path()}
-    for name, value in (
-        ("FLAGS", (*native.FLAGS, "-g")),
-        ("SOURCE", Path(script(tmp_path, "int main;"))),
-        ("_processor", lambda: "another"),
-    ):
-        monkeypatch.setattr(native, name, value)
-        paths.add(native._library_path())
+    paths = [native._library_path()]
+    for source in native.SOURCE.parent.glob("*.[ch]"):
+        shutil.copy(source, tmp_path)
+    monkeypatch.setattr(native, "SOURCE", tmp_path / native.SOURCE.name)
+    assert native._library_path() == paths[0]
+    for source in sorted(tmp_path.glob("*.[ch]")):
+        source.write_text(source.read_text() + "/* changed */")
+        paths.append(native._library_path())
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-g"))
+    paths.append(native._library_path())
+    monkeypatch.setattr(native, "_processor", lambda: "another")
+    paths.append(native._library_path())
     monkeypatch.setenv("CC", script(tmp_path, "exit 1"))
-    paths.add(native._library_path())
-    assert len(paths) == 5
+    paths.append(native._library_path())
+    assert len(paths) == len(set(paths)) == 6
 
 
 def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +128,7 @@ def test_a_compiler_that_fails_is_quoted(
     cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CC", script(tmp_path, "echo 'no such flag' >&2; exit 3"))
-    expect_torch_serves("could not compile decode.c .no such flag")
+    expect_torch_serves("could not compile attend.c .no such flag")
     assert not list(cache.glob("cpu/*"))
 
 

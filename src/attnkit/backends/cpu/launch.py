@@ -1,6 +1,6 @@
 """Calls into the native library: tensors in, one foreign call a layer out.
 
-In: a batch and a layer, packed once into the C structs of `decode.c` (which this file mirrors), and
+In: a batch and a layer, packed once into the C structs of `attend.c` (which this file mirrors), and
 per call the tensors. Out: attention in `output`, or K/V in the cache. Shapes are the caller's
 promise; what would make the C code read or write outside a tensor (block ids, slots) it checks
 itself, before anything is written.
@@ -19,7 +19,7 @@ from attnkit.contract import AttentionVariant
 from attnkit.errors import BatchError
 
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Dtypes the library reads and writes, by the names `decode.c` gives them."""
+"""Dtypes the library reads and writes, by the names `attend.c` gives them."""
 
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _ATTEND_ARGUMENTS = (
@@ -67,7 +67,7 @@ class _Layer(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class NativeBatch:
-    """A batch as `decode.c` reads it; holds the tensors its pointers point into."""
+    """A batch as `attend.c` reads it; holds the tensors its pointers point into."""
 
     address: int
     table_width: int
@@ -124,7 +124,7 @@ class NativeBatch:
 
 @dataclass(frozen=True, eq=False)
 class NativeLayer:
-    """A layer's score, mask and sizes as `decode.c` reads them."""
+    """A layer's score, mask and sizes as `attend.c` reads them."""
 
     address: int
     _struct: _Layer
@@ -159,7 +159,7 @@ class NativeKernels:
     """The loaded library. Calls release the GIL and run on torch's own threads."""
 
     def __init__(self, path: str, parallel: int | None) -> None:
-        """Load a library built from `decode.c`.
+        """Load a library built from `attend.c`.
 
         Args:
             path: of the shared library.

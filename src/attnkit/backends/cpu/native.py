@@ -1,4 +1,4 @@
-"""The native library: built from `decode.c` on first use, kept, loaded; and what became of that.
+"""The native library: built from `attend.c` on first use, kept, loaded; and what became of that.
 
 In: the C compiler at hand and the user's cache directory. Out: `native_kernels()`, or None where the
 torch path has to serve, and `native_status()`, one line that says which and why. The decision is
@@ -26,7 +26,7 @@ from pathlib import Path
 from attnkit.backends.cpu.launch import NativeKernels
 from attnkit.errors import ConfigurationError
 
-SOURCE = Path(__file__).with_name("decode.c")
+SOURCE = Path(__file__).with_name("attend.c")
 COMPILERS = ("cc", "gcc", "clang")
 """Looked for in this order, after the environment's CC."""
 
@@ -106,7 +106,7 @@ def _load(path: Path) -> NativeKernels:
 
 
 def _build(path: Path) -> None:
-    """Compile `decode.c` to `path`, whole or not at all."""
+    """Compile `attend.c` to `path`, whole or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, name = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
@@ -133,13 +133,13 @@ def _library_path() -> Path:
     compiler = _compiler()
     binary = os.stat(compiler)
     facts = [
-        SOURCE.read_bytes(),
+        *(source.read_bytes() for source in sorted(SOURCE.parent.glob("*.[ch]"))),
         " ".join(_flags()).encode(),
         f"{os.path.realpath(compiler)} {binary.st_size} {binary.st_mtime_ns}".encode(),
         _processor().encode(),
     ]
     digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:16]
-    return _cache_dir() / "cpu" / f"decode-{digest}.so"
+    return _cache_dir() / "cpu" / f"attend-{digest}.so"
 
 
 def _compiler() -> str:

@@ -1,0 +1,644 @@
+/* Attention over a paged KV cache, and the write of K and V into its pages.
+ *
+ * In: one batch (lengths, block table), one layer (heads, mask, score), pointers and strides.
+ * Out: attention rows in `out`, log-sum-exps in `lse`. `launch.py` is the only caller and mirrors
+ * the structs `batch` and `layer`. The same code does decodes, verifies, prompts and encoders: only
+ * the number of rows differs.
+ *
+ * How: a unit is (request, KV head, up to MAX_ROWS query rows: the heads of a group and the tokens
+ * of a query are rows of one small matrix). Its keys are cut at multiples of SPLIT_KEYS, so where a
+ * cut lies, and with it every bit of the result, depends on the request alone and not on its batch
+ * mates, its query length or the number of threads. Threads take portions of (unit, split) items
+ * from one counter; the last to finish a unit merges its splits in order. The threads are those
+ * torch already has: the host passes the address of GOMP_parallel, so there is no second OpenMP
+ * runtime to fight with. */
+#include <stdlib.h>
+
+#include "vector.h"
+
+#define ROWS 4         /* rows per step of the block functions */
+#define MAX_ROWS 32    /* rows of a unit: its queries and sums stay in the first-level cache */
+#define TILE 32        /* keys scored before their values are summed */
+#define SPLIT_KEYS 512 /* a multiple of TILE; short requests have one split and no merge */
+#define NO_LIMIT INT64_MAX
+
+enum status { OK = 0, NO_MEMORY = 1, BAD_BLOCK = 2, BAD_SLOT = 3 };
+
+struct batch {
+  int64_t num_served;             /* rows of the batch this call serves */
+  const int32_t *served;          /* (num_served,) which */
+  const int32_t *query_start_loc; /* (num_reqs + 1,) */
+  const int32_t *seq_lens;        /* (num_reqs,) */
+  const uint8_t *causal;          /* (num_reqs,) */
+  const int32_t *block_table;     /* (num_reqs, table_stride); NULL: keys lie at their tokens */
+  int64_t table_stride;
+};
+
+struct layer {
+  int64_t num_heads, num_kv_heads, head_size, head_size_v;
+  int64_t window;              /* keys seen on the left, itself included; 0: no window */
+  float scale, soft_cap;       /* soft_cap 0: none */
+  const float *slopes, *sinks; /* (num_heads,) or NULL */
+  int64_t alibi_sqrt;
+};
+
+struct tensor { /* strides in bytes */
+  char *data;
+  int64_t block_stride, token_stride, head_stride;
+};
+
+typedef void (*parallel_fn)(void (*)(void *), void *, unsigned, unsigned);
+
+/* ---- blocks of rows and keys ---- */
+
+INLINE void prefetch_row(const char *p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
+}
+
+/* scores[r][j] = q[r] . key[j] for `rows` <= ROWS rows and keys from..to of a tile. Key pointers
+ * exist up to the next multiple of KEYS. On the way the first half of the next tile is fetched. */
+INLINE void score_rows(const int rows, const int dtype, const float *q, int64_t q_stride,
+                       const char *const *keys, int64_t num_pieces, int from, int to, float *scores,
+                       const char *const *fetch, int64_t fetch_bytes) {
+  const int64_t piece_bytes = PIECE * size_of(dtype);
+  for (int j = from - from % KEYS; j < to; j += KEYS) {
+    vec sums[ROWS * KEYS];
+    float dots[ROWS * KEYS + LANES];
+    UNROLL
+    for (int i = 0; i < rows * KEYS; ++i) sums[i] = (vec){0};
+    for (int t = 0; fetch && t < KEYS / 2; ++t) prefetch_row(fetch[j / 2 + t], fetch_bytes);
+    for (int64_t c = 0; c < num_pieces; ++c) {
+      vec a[KEYS], b[KEYS];
+      UNROLL
+      for (int t = 0; t < KEYS; ++t) load_pair(keys[j + t] + c * piece_bytes, dtype, &a[t], &b[t]);
+      const float *row = q + c * PIECE;
+      UNROLL
+      for (int i = 0; i < rows * KEYS; ++i)
+        sums[i] += load_vec(row + i / KEYS * q_stride) * a[i % KEYS];
+      UNROLL
+      for (int i = 0; i < rows * KEYS; ++i)
+        sums[i] += load_vec(row + i / KEYS * q_stride + LANES) * b[i % KEYS];
+    }
+    fold_lanes(SUM, sums, rows * KEYS, dots);
+    for (int r = 0; r < rows; ++r)
+      for (int t = 0; t < KEYS; ++t) scores[r * TILE + j + t] = dots[r * KEYS + t];
+  }
+}
+
+/* acc[r] += sum over keys from..to of weights[r][j] * value[j] for some columns, in the order of
+ * the keys. On every `fetch_every`th key a row is fetched. */
+INLINE void value_columns(const int rows, const int dtype, const int pieces, const float *weights,
+                          const char *const *values, int64_t offset, int from, int to, float *acc,
+                          int64_t acc_stride, const char *const *fetch, int fetch_every,
+                          int64_t fetch_bytes) {
+  const int64_t piece_bytes = PIECE * size_of(dtype);
+  const int n = 2 * pieces; /* vectors of a row */
+  vec sums[ROWS * 2 * PIECES];
+  UNROLL
+  for (int i = 0; i < rows * n; ++i) sums[i] = load_vec(acc + i / n * acc_stride + i % n * LANES);
+  for (int j = from; j < to; ++j) {
+    if (fetch && j % fetch_every == 0) prefetch_row(fetch[j / fetch_every], fetch_bytes);
+    vec v[2 * PIECES];
+    UNROLL
+    for (int c = 0; c < pieces; ++c)
+      load_pair(values[j] + offset + c * piece_bytes, dtype, &v[2 * c], &v[2 * c + 1]);
+    UNROLL
+    for (int i = 0; i < rows * n; ++i) sums[i] += weights[i / n * TILE + j] * v[i % n];
+  }
+  UNROLL
+  for (int i = 0; i < rows * n; ++i) store_vec(acc + i / n * acc_stride + i % n * LANES, sums[i]);
+}
+
+/* All columns; on the way the second half of the next tile is fetched. */
+INLINE void value_rows(const int rows, const int dtype, const float *weights,
+                       const char *const *values, int64_t num_pieces, int from, int to, float *acc,
+                       int64_t acc_stride, const char *const *fetch, int64_t fetch_bytes) {
+  const int64_t passes = (num_pieces + PIECES - 1) / PIECES, share = TILE / 2 / passes;
+  if (from >= to) return;
+  for (int64_t p = 0; p < passes; ++p) {
+    const char *const *rest = fetch && share ? fetch + TILE / 2 + p * share : NULL;
+    const int64_t c = p * PIECES, offset = c * PIECE * size_of(dtype);
+    if (c + PIECES <= num_pieces)
+      value_columns(rows, dtype, PIECES, weights, values, offset, from, to, acc + c * PIECE,
+                    acc_stride, rest, 2 * passes, fetch_bytes);
+    else
+      value_columns(rows, dtype, 1, weights, values, offset, from, to, acc + c * PIECE, acc_stride,
+                    rest, 2 * passes, fetch_bytes);
+  }
+}
+
+/* One copy of both per dtype and number of rows: these hold all the arithmetic that counts. */
+typedef void (*score_fn)(const float *, int64_t, const char *const *, int64_t, int, int, float *,
+                         const char *const *, int64_t);
+typedef void (*value_fn)(const float *, const char *const *, int64_t, int, int, float *, int64_t,
+                         const char *const *, int64_t);
+#define SPECIALISE(DTYPE, N)                                                                   \
+  static void score_##DTYPE##_##N(const float *q, int64_t q_stride, const char *const *keys,   \
+                                  int64_t num_pieces, int from, int to, float *scores,         \
+                                  const char *const *fetch, int64_t fetch_bytes) {             \
+    score_rows(N, DTYPE, q, q_stride, keys, num_pieces, from, to, scores, fetch, fetch_bytes); \
+  }                                                                                            \
+  static void value_##DTYPE##_##N(                                                             \
+      const float *weights, const char *const *values, int64_t num_pieces, int from, int to,   \
+      float *acc, int64_t acc_stride, const char *const *fetch, int64_t fetch_bytes) {         \
+    value_rows(N, DTYPE, weights, values, num_pieces, from, to, acc, acc_stride, fetch,        \
+               fetch_bytes);                                                                   \
+  }
+#define SPECIALISE_ROWS(DTYPE) \
+  SPECIALISE(DTYPE, 1) SPECIALISE(DTYPE, 2) SPECIALISE(DTYPE, 3) SPECIALISE(DTYPE, 4)
+SPECIALISE_ROWS(F32)
+SPECIALISE_ROWS(BF16)
+SPECIALISE_ROWS(F16)
+#define TABLE(NAME, DTYPE) \
+  {NAME##_##DTYPE##_1, NAME##_##DTYPE##_2, NAME##_##DTYPE##_3, NAME##_##DTYPE##_4}
+static const score_fn score_block[3][ROWS] = {TABLE(score, F32), TABLE(score, BF16),
+                                              TABLE(score, F16)};
+static const value_fn value_block[3][ROWS] = {TABLE(value, F32), TABLE(value, BF16),
+                                              TABLE(value, F16)};
+
+/* ---- one item: a unit's rows over the keys of one split ---- */
+
+struct job {
+  const struct batch *batch;
+  const struct layer *layer;
+  struct tensor q, k, v, out;
+  int q_dtype, kv_dtype, out_dtype;
+  int widen, row_dtype; /* K and V rows are copied to float32 first; dtype of the rows then */
+  float *lse;
+  int64_t lse_stride, block_size;
+  int64_t q_width, v_width; /* head sizes rounded up to whole pieces */
+  int64_t fetch_bytes;      /* of a K row and the V row behind it; 0: V lies elsewhere */
+  int64_t *first_item;      /* (num_served + 1,) */
+  int64_t *first_unit;      /* (num_served + 1,) */
+  int64_t *first_partial;   /* (num_served,) first row of partial sums; unused by one split */
+  int32_t *pending;         /* per unit: splits not yet done */
+  float *partials;          /* per row of a split: sums (v_width), largest score, denominator */
+  float *workspace;         /* workspace_size floats for each thread */
+  int64_t workspace_size, next_workspace;
+  int64_t num_items, next_item, portion; /* a thread takes so many neighbours at a time */
+};
+
+struct span {
+  int64_t lo, hi;
+}; /* lo <= key < hi, empty where equal */
+
+struct unit {
+  int64_t req, kv_head, first_row; /* rows are query-major: token, then head of the group */
+  int rows;
+  struct span keys[MAX_ROWS];            /* that a row sees */
+  int64_t pos[MAX_ROWS], head[MAX_ROWS]; /* absolute position of its token, its query head */
+  float largest[MAX_ROWS], denominator[MAX_ROWS]; /* of the scores so far, in base 2 */
+  float *q, *acc; /* (MAX_ROWS, q_width), (MAX_ROWS, v_width) in lane order */
+  float *scores;  /* (MAX_ROWS, TILE) */
+  float *wide;    /* (TILE, q_width) and (TILE, v_width), where rows are widened */
+};
+
+/* Keys that query i of a request may see. */
+static struct span visible_keys(const struct batch *b, const struct layer *l, int64_t req,
+                                int64_t i) {
+  const int64_t query_len = b->query_start_loc[req + 1] - b->query_start_loc[req];
+  const int64_t seq_len = b->block_table ? b->seq_lens[req] : query_len;
+  const int64_t window = l->window ? l->window : NO_LIMIT - seq_len;
+  const int64_t pos = seq_len - query_len + i, right = b->causal[req] ? 1 : window;
+  struct span keys = {pos - window + 1, pos + right < seq_len ? pos + right : seq_len};
+  if (keys.lo < 0) keys.lo = 0;
+  if (keys.hi < keys.lo) keys.hi = keys.lo;
+  return keys;
+}
+
+/* Pointers to the K and V rows of the tile that starts at key `base`. Only keys from..to exist; up
+ * to the ends of their groups of KEYS the nearest is repeated, so that groups can be read whole. */
+static void locate_rows(const struct job *j, const struct unit *u, int64_t base, int from, int to,
+                        const char **keys, const char **values) {
+  const struct batch *b = j->batch;
+  const char *k = j->k.data + u->kv_head * j->k.head_stride;
+  const char *v = j->v.data + u->kv_head * j->v.head_stride;
+  int64_t run = to - from, block = 0, offset = b->query_start_loc[u->req] + base + from;
+  const int32_t *table = b->block_table ? b->block_table + u->req * b->table_stride : NULL;
+  if (table) {
+    table += (base + from) / j->block_size;
+    offset = (base + from) % j->block_size;
+  }
+  for (int t = from; t < to; t += run, offset = 0) {
+    if (table) {
+      block = *table++;
+      run = j->block_size - offset < to - t ? j->block_size - offset : to - t;
+    }
+    const char *k_row = k + block * j->k.block_stride + offset * j->k.token_stride;
+    const char *v_row = v + block * j->v.block_stride + offset * j->v.token_stride;
+    for (int64_t i = 0; i < run; ++i) {
+      keys[t + i] = k_row + i * j->k.token_stride;
+      values[t + i] = v_row + i * j->v.token_stride;
+    }
+  }
+  for (int t = from - from % KEYS; t < from; ++t) keys[t] = keys[from], values[t] = values[from];
+  for (int t = to; t % KEYS; ++t) keys[t] = keys[to - 1], values[t] = values[to - 1];
+}
+
+/* Copy rows to float32 padded with zeros to whole pieces, for head sizes that are not. */
+static void widen_rows(const char **rows, int from, int to, int64_t size, int64_t width, int dtype,
+                       float *buffer) {
+  for (int t = from; t < to; ++t) {
+    load_row(rows[t], dtype, F32, size, width, buffer + t * width);
+    rows[t] = (const char *)(buffer + t * width);
+  }
+  for (int t = from - from % KEYS; t < from; ++t) rows[t] = rows[from];
+  for (int t = to; t % KEYS; ++t) rows[t] = rows[to - 1];
+}
+
+/* The part of `keys` in a tile whose keys from..to exist, counted from the tile's start. */
+INLINE struct span in_tile(struct span keys, int64_t base, int from, int to) {
+  keys.lo = keys.lo - base > from ? keys.lo - base : from;
+  keys.hi = keys.hi - base < to ? keys.hi - base : to;
+  return keys.lo < keys.hi ? keys : (struct span){to, to};
+}
+
+/* Turn raw scores of up to ROWS rows over a tile into weights, and rescale their earlier sums. */
+static void softmax_block(const struct job *j, struct unit *u, int64_t base, int from, int to,
+                          int first, int rows, float *scores) {
+  const struct layer *l = j->layer;
+  const float log2e = 1.44269504f, cap = l->soft_cap;
+  const float scale = cap != 0.0f ? l->scale / cap : l->scale * log2e;
+  vec s[ROWS][TILE / LANES], best[ROWS], sum[ROWS];
+  vec_i key;
+  for (int i = 0; i < LANES; ++i) key[i] = i;
+  for (int r = 0; r < ROWS; ++r) best[r] = splat(-INFINITY), sum[r] = splat(0.0f);
+  for (int r = 0; r < rows; ++r) {
+    const int64_t row = first + r;
+    const struct span seen = in_tile(u->keys[row], base, from, to);
+    const int32_t lo = seen.lo, hi = seen.hi;
+    for (int i = 0; i < TILE / LANES; ++i) {
+      const vec_i t = key + i * LANES;
+      vec x = load_vec(scores + r * TILE + i * LANES) * scale;
+      if (cap != 0.0f) x = tanh_safe(x) * (cap * log2e);
+      if (l->slopes) {
+        vec behind = __builtin_convertvector((int32_t)(u->pos[row] - base) - t, vec);
+        if (l->alibi_sqrt)
+          for (int n = 0; n < LANES; ++n) behind[n] = sqrtf(behind[n] > 0.0f ? behind[n] : 0.0f);
+        x -= l->slopes[u->head[row]] * log2e * behind;
+      }
+      s[r][i] = pick((t >= lo) & (t < hi), x, splat(-INFINITY));
+      best[r] = fold_two(MAX, s[r][i], best[r]);
+    }
+  }
+  float tops[LANES], factors[LANES], totals[LANES];
+  fold_lanes(MAX, best, ROWS, tops);
+  for (int r = 0; r < ROWS; ++r) {
+    /* Before a row has seen a key, 0 is subtracted: -inf - -inf would be NaN. */
+    const float before = r < rows ? u->largest[first + r] : -INFINITY;
+    const float top = tops[r] > before ? tops[r] : before;
+    tops[r] = top == -INFINITY ? 0.0f : top;
+    factors[r] = before - tops[r];
+    if (r < rows) u->largest[first + r] = top;
+  }
+  store_vec(factors, exp2_nonpositive(load_vec(factors)));
+  for (int r = 0; r < rows; ++r)
+    for (int i = 0; i < TILE / LANES; ++i) {
+      const vec p = exp2_nonpositive(s[r][i] - tops[r]);
+      store_vec(scores + r * TILE + i * LANES, p);
+      sum[r] += p;
+    }
+  fold_lanes(SUM, sum, ROWS, totals);
+  for (int r = 0; r < rows; ++r) {
+    float *acc = u->acc + (first + r) * j->v_width;
+    u->denominator[first + r] = u->denominator[first + r] * factors[r] + totals[r];
+    if (factors[r] != 1.0f)
+      for (int64_t i = 0; i < j->v_width; i += LANES)
+        store_vec(acc + i, load_vec(acc + i) * factors[r]);
+  }
+}
+
+/* Add a tile's weighted values. Those that only some rows of a block see are added row by row,
+ * since 0 * NaN must not be; each row still adds its keys in order, so it gets the bits it has
+ * alone. */
+static void add_values(const struct job *j, const struct unit *u, int64_t base, int from, int to,
+                       int first, int rows, const float *weights, const char *const *values,
+                       const char *const *fetch) {
+  const int64_t pieces = j->v_width / PIECE, width = j->v_width;
+  const value_fn one_row = value_block[j->row_dtype][0];
+  struct span seen[ROWS], all = {from, to};
+  for (int r = 0; r < rows; ++r) {
+    seen[r] = in_tile(u->keys[first + r], base, from, to);
+    all.lo = seen[r].lo > all.lo ? seen[r].lo : all.lo;
+    all.hi = seen[r].hi < all.hi ? seen[r].hi : all.hi;
+  }
+  if (all.lo > all.hi) all.lo = all.hi = to;
+  float *acc = u->acc + first * width;
+  for (int r = 0; r < rows; ++r)
+    one_row(weights + r * TILE, values, pieces, seen[r].lo,
+            seen[r].hi < all.lo ? seen[r].hi : all.lo, acc + r * width, width, NULL, 0);
+  value_block[j->row_dtype][rows - 1](weights, values, pieces, all.lo, all.hi, acc, width, fetch,
+                                      j->fetch_bytes);
+  for (int r = 0; r < rows; ++r)
+    one_row(weights + r * TILE, values, pieces, all.hi, seen[r].hi, acc + r * width, width, NULL,
+            0);
+}
+
+/* Attend from a unit's rows to keys start..end of its keys, which go on to `unit_end`. Two sets of
+ * row pointers take turns: those of this tile, and those of the next, which is fetched meanwhile.
+ */
+static void run_tiles(const struct job *j, struct unit *u, int64_t start, int64_t end,
+                      int64_t unit_end) {
+  const struct layer *l = j->layer;
+  float *scores = u->scores;
+  const char *pointers[2][2][TILE];
+  int now = 0;
+  for (int64_t base = start - start % TILE; base < end; base += TILE, now ^= 1) {
+    const int from = start > base ? start - base : 0, to = end - base < TILE ? end - base : TILE;
+    const char **keys = pointers[now][0], **values = pointers[now][1], **fetch = NULL;
+    if (base <= start) {
+      locate_rows(j, u, base, from, to, keys, values);
+      for (int t = from; t < to; ++t) prefetch_row(keys[t], j->fetch_bytes);
+    }
+    if (base + TILE < unit_end) { /* past the split too: the thread goes on there */
+      const int rest = unit_end - base - TILE < TILE ? unit_end - base - TILE : TILE;
+      locate_rows(j, u, base + TILE, 0, rest, pointers[now ^ 1][0], pointers[now ^ 1][1]);
+      if (j->fetch_bytes) fetch = pointers[now ^ 1][0];
+      for (int t = rest; t < TILE; ++t) pointers[now ^ 1][0][t] = pointers[now ^ 1][0][rest - 1];
+    }
+    if (j->widen) {
+      widen_rows(keys, from, to, l->head_size, j->q_width, j->kv_dtype, u->wide);
+      widen_rows(values, from, to, l->head_size_v, j->v_width, j->kv_dtype,
+                 u->wide + TILE * j->q_width);
+    }
+    for (int r = 0; r < u->rows; r += ROWS) { /* the first block fetches */
+      const int n = u->rows - r < ROWS ? u->rows - r : ROWS;
+      score_block[j->row_dtype][n - 1](u->q + r * j->q_width, j->q_width, keys, j->q_width / PIECE,
+                                       from, to, scores + r * TILE, r ? NULL : fetch,
+                                       j->fetch_bytes);
+    }
+    for (int r = 0; r < u->rows; r += ROWS)
+      softmax_block(j, u, base, from, to, r, u->rows - r < ROWS ? u->rows - r : ROWS,
+                    scores + r * TILE);
+    for (int r = 0; r < u->rows; r += ROWS)
+      add_values(j, u, base, from, to, r, u->rows - r < ROWS ? u->rows - r : ROWS,
+                 scores + r * TILE, values, r ? NULL : fetch);
+  }
+}
+
+/* Divide a unit's sums, join the sink, convert, and write rows of `out` and `lse`. */
+static void finish_rows(const struct job *j, const struct unit *u) {
+  const struct layer *l = j->layer;
+  const int64_t group = l->num_heads / l->num_kv_heads;
+  for (int r = 0; r < u->rows; ++r) {
+    const int64_t token = j->batch->query_start_loc[u->req] + (u->first_row + r) / group;
+    const int64_t head = u->head[r];
+    float m = u->largest[r], d = u->denominator[r], factor = 1.0f;
+    if (l->sinks && l->sinks[head] != -INFINITY) {
+      const float sink = l->sinks[head] * 1.44269504f, best = sink > m ? sink : m;
+      factor = exp2_one(m - best);
+      d = d * factor + exp2_one(sink - best);
+      m = best;
+    }
+    store_row(u->acc + r * j->v_width, d == 0.0f ? 0.0f : factor / d, j->row_dtype, l->head_size_v,
+              j->out_dtype, j->out.data + token * j->out.token_stride + head * j->out.head_stride);
+    if (j->lse)
+      j->lse[token * j->lse_stride + head] = d == 0.0f ? -INFINITY : (m + log2f(d)) * 0.693147181f;
+  }
+}
+
+/* Keep one split's sums; true for whoever comes last, who then has all of them merged in order. */
+static int merge_splits(const struct job *j, struct unit *u, float *parts, int64_t split,
+                        int64_t num_splits, int32_t *pending) {
+  const int64_t stride = j->v_width + 2;
+  for (int r = 0; r < u->rows; ++r) {
+    float *part = parts + (split * u->rows + r) * stride;
+    memcpy(part, u->acc + r * j->v_width, j->v_width * sizeof(float));
+    part[j->v_width] = u->largest[r];
+    part[j->v_width + 1] = u->denominator[r];
+  }
+  if (__atomic_sub_fetch(pending, 1, __ATOMIC_ACQ_REL)) return 0;
+  for (int r = 0; r < u->rows; ++r) {
+    float best = -INFINITY, *acc = u->acc + r * j->v_width;
+    for (int64_t s = 0; s < num_splits; ++s) {
+      const float m = parts[(s * u->rows + r) * stride + j->v_width];
+      best = m > best ? m : best;
+    }
+    memset(acc, 0, j->v_width * sizeof(float));
+    u->largest[r] = best;
+    u->denominator[r] = 0.0f;
+    for (int64_t s = 0; s < num_splits; ++s) {
+      const float *part = parts + (s * u->rows + r) * stride;
+      if (part[j->v_width + 1] == 0.0f) continue; /* saw no key */
+      const float factor = exp2_one(part[j->v_width] - best);
+      for (int64_t i = 0; i < j->v_width; i += LANES)
+        store_vec(acc + i, load_vec(acc + i) + load_vec(part + i) * factor);
+      u->denominator[r] += part[j->v_width + 1] * factor;
+    }
+  }
+  return 1;
+}
+
+/* Find which unit and split an item is, attend, and write; or leave the sums to the last split. */
+static void run_item(struct job *j, struct unit *u, int64_t item) {
+  const struct batch *b = j->batch;
+  const struct layer *l = j->layer;
+  int64_t at = 0;
+  for (int64_t above = b->num_served; above - at > 1;) {
+    const int64_t middle = (at + above) / 2;
+    if (j->first_item[middle] <= item) at = middle;
+    else above = middle;
+  }
+  const int64_t req = b->served[at], group = l->num_heads / l->num_kv_heads;
+  const int64_t query_len = b->query_start_loc[req + 1] - b->query_start_loc[req];
+  const int64_t num_units = j->first_unit[at + 1] - j->first_unit[at];
+  const int64_t num_splits = (j->first_item[at + 1] - j->first_item[at]) / num_units;
+  const int64_t index = (item - j->first_item[at]) / num_splits;
+  const int64_t split = (item - j->first_item[at]) % num_splits;
+  const int64_t num_chunks = num_units / l->num_kv_heads;
+
+  u->req = req;
+  u->kv_head = index / num_chunks;
+  u->first_row = index % num_chunks * MAX_ROWS;
+  u->rows =
+      query_len * group - u->first_row < MAX_ROWS ? query_len * group - u->first_row : MAX_ROWS;
+  int64_t start = NO_LIMIT, end = 0;
+  for (int r = 0; r < u->rows; ++r) {
+    const int64_t i = (u->first_row + r) / group;
+    u->head[r] = u->kv_head * group + (u->first_row + r) % group;
+    load_row(j->q.data + (b->query_start_loc[req] + i) * j->q.token_stride +
+                 u->head[r] * j->q.head_stride,
+             j->q_dtype, j->row_dtype, l->head_size, j->q_width, u->q + r * j->q_width);
+    u->keys[r] = visible_keys(b, l, req, i);
+    u->pos[r] = (b->block_table ? b->seq_lens[req] : query_len) - query_len + i;
+    if (u->keys[r].lo < u->keys[r].hi) {
+      start = u->keys[r].lo < start ? u->keys[r].lo : start;
+      end = u->keys[r].hi > end ? u->keys[r].hi : end;
+    }
+    u->largest[r] = -INFINITY;
+    u->denominator[r] = 0.0f;
+  }
+  memset(u->acc, 0, u->rows * j->v_width * sizeof(float));
+  const int64_t split_start = (visible_keys(b, l, req, 0).lo / SPLIT_KEYS + split) * SPLIT_KEYS;
+  start = start > split_start ? start : split_start;
+  const int64_t split_end = end < split_start + SPLIT_KEYS ? end : split_start + SPLIT_KEYS;
+  if (start < split_end) run_tiles(j, u, start, split_end, end);
+  if (num_splits > 1 &&
+      !merge_splits(j, u,
+                    j->partials + (j->v_width + 2) * (j->first_partial[at] +
+                                                      num_splits * (u->kv_head * query_len * group +
+                                                                    u->first_row)),
+                    split, num_splits, &j->pending[j->first_unit[at] + index]))
+    return;
+  finish_rows(j, u);
+}
+
+static void work(void *argument) {
+  struct job *j = argument;
+  struct unit u;
+  u.q = j->workspace + __atomic_fetch_add(&j->next_workspace, j->workspace_size, __ATOMIC_RELAXED);
+  u.acc = u.q + MAX_ROWS * j->q_width;
+  u.scores = u.acc + MAX_ROWS * j->v_width;
+  u.wide = u.scores + MAX_ROWS * TILE;
+  for (;;) {
+    const int64_t first = __atomic_fetch_add(&j->next_item, j->portion, __ATOMIC_RELAXED);
+    if (first >= j->num_items) return;
+    for (int64_t i = first; i < first + j->portion && i < j->num_items; ++i) run_item(j, &u, i);
+  }
+}
+
+/* Attend: returns OK, NO_MEMORY or BAD_BLOCK; nothing has been written unless OK.
+ *
+ * Strides are in elements. `v` is where V begins in the same or another tensor. `block_size`,
+ * `num_blocks` and `table_width` bound the block table. `lse` may be NULL. */
+int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, const char *q,
+                       int64_t q_dtype, int64_t q_token, int64_t q_head, const char *k,
+                       int64_t k_block, int64_t k_token, int64_t k_head, const char *v,
+                       int64_t v_block, int64_t v_token, int64_t v_head, int64_t kv_dtype,
+                       int64_t num_blocks, int64_t block_size, int64_t table_width, char *out,
+                       int64_t out_dtype, int64_t out_token, int64_t out_head, float *lse,
+                       int64_t lse_stride, int64_t num_threads, parallel_fn parallel) {
+  const int64_t n = batch->num_served, q_size = size_of(q_dtype), kv_size = size_of(kv_dtype),
+                out_size = size_of(out_dtype);
+  int64_t *offsets = malloc((3 * n + 2) * sizeof *offsets);
+  if (!offsets) return NO_MEMORY;
+  struct job j = {.batch = batch,
+                  .layer = layer,
+                  .lse = lse,
+                  .lse_stride = lse_stride,
+                  .q = {(char *)q, 0, q_token * q_size, q_head * q_size},
+                  .k = {(char *)k, k_block * kv_size, k_token * kv_size, k_head * kv_size},
+                  .v = {(char *)v, v_block * kv_size, v_token * kv_size, v_head * kv_size},
+                  .out = {out, 0, out_token * out_size, out_head * out_size},
+                  .q_dtype = q_dtype,
+                  .kv_dtype = kv_dtype,
+                  .out_dtype = out_dtype,
+                  .block_size = block_size,
+                  .q_width = (layer->head_size + PIECE - 1) / PIECE * PIECE,
+                  .v_width = (layer->head_size_v + PIECE - 1) / PIECE * PIECE,
+                  .widen = layer->head_size % PIECE || layer->head_size_v % PIECE,
+                  .first_item = offsets,
+                  .first_unit = offsets + n + 1,
+                  .first_partial = offsets + 2 * n + 2};
+  j.row_dtype = j.widen ? F32 : kv_dtype;
+  if (v - k == layer->head_size * kv_size)
+    j.fetch_bytes = (layer->head_size + layer->head_size_v) * kv_size;
+  int64_t status = OK, num_units = 0, num_partials = 0, cost = 0;
+  for (int64_t i = 0; i < n && status == OK; ++i) {
+    const int64_t req = batch->served[i];
+    const int64_t query_len = batch->query_start_loc[req + 1] - batch->query_start_loc[req];
+    const int64_t rows = query_len * (layer->num_heads / layer->num_kv_heads);
+    const int64_t lo = visible_keys(batch, layer, req, 0).lo;
+    const int64_t hi = visible_keys(batch, layer, req, query_len - 1).hi;
+    if (batch->block_table && lo < hi) {
+      const int32_t *table = batch->block_table + req * batch->table_stride;
+      const int64_t last = (hi - 1) / block_size;
+      if (last >= table_width) status = BAD_BLOCK;
+      for (int64_t b = lo / block_size; b <= last && status == OK; ++b)
+        if (table[b] < 0 || table[b] >= num_blocks) status = BAD_BLOCK;
+    }
+    const int64_t splits = lo < hi ? (hi - 1) / SPLIT_KEYS - lo / SPLIT_KEYS + 1 : 1;
+    const int64_t units = (rows + MAX_ROWS - 1) / MAX_ROWS * layer->num_kv_heads;
+    j.first_item[i] = j.num_items;
+    j.first_unit[i] = num_units;
+    j.first_partial[i] = num_partials;
+    j.num_items += units * splits;
+    num_units += units;
+    if (splits > 1) num_partials += rows * layer->num_kv_heads * splits;
+    cost += (hi - lo + 16) * rows * layer->num_kv_heads * (layer->head_size + layer->head_size_v);
+  }
+  j.first_item[n] = j.num_items;
+  j.first_unit[n] = num_units;
+  /* Waking the other threads costs some microseconds; one thread does this many multiply-adds
+   * in 25. */
+  if (!parallel || j.num_items == 1 || cost < 1000000) num_threads = 1;
+  j.portion = j.num_items / (num_threads * 16) + 1;
+  j.workspace_size =
+      MAX_ROWS * (j.q_width + j.v_width + TILE) + (j.widen ? TILE * (j.q_width + j.v_width) : 0);
+  if (status == OK) {
+    j.workspace = aligned_alloc(64, num_threads * j.workspace_size * sizeof(float));
+    if (!j.workspace) status = NO_MEMORY;
+  }
+  if (status == OK && num_partials) {
+    j.partials = malloc(num_partials * (j.v_width + 2) * sizeof(float));
+    j.pending = malloc(num_units * sizeof *j.pending);
+    if (!j.partials || !j.pending) status = NO_MEMORY;
+  }
+  if (status == OK) {
+    for (int64_t i = 0; i < n && j.pending; ++i) {
+      const int64_t units = j.first_unit[i + 1] - j.first_unit[i];
+      for (int64_t u = 0; u < units; ++u)
+        j.pending[j.first_unit[i] + u] = (j.first_item[i + 1] - j.first_item[i]) / units;
+    }
+    if (num_threads > 1) parallel(work, &j, num_threads, 0);
+    else work(&j);
+  }
+  free(j.workspace);
+  free(j.pending);
+  free(j.partials);
+  free(offsets);
+  return status;
+}
+
+/* ---- the write of K and V ---- */
+
+struct write_job {
+  struct tensor k, v, cache;
+  const int64_t *slots;
+  int64_t num_tokens, num_heads, k_bytes, v_bytes, block_size, next;
+};
+
+static void write_tokens(void *argument) {
+  struct write_job *w = argument;
+  for (;;) {
+    const int64_t first = __atomic_fetch_add(&w->next, 64, __ATOMIC_RELAXED);
+    if (first >= w->num_tokens) return;
+    const int64_t end = first + 64 < w->num_tokens ? first + 64 : w->num_tokens;
+    for (int64_t t = first; t < end; ++t) {
+      const int64_t slot = w->slots[t];
+      if (slot < 0) continue;
+      char *to = w->cache.data + slot / w->block_size * w->cache.block_stride +
+                 slot % w->block_size * w->cache.token_stride;
+      for (int64_t h = 0; h < w->num_heads; ++h, to += w->cache.head_stride) {
+        memcpy(to, w->k.data + t * w->k.token_stride + h * w->k.head_stride, w->k_bytes);
+        memcpy(to + w->k_bytes, w->v.data + t * w->v.token_stride + h * w->v.head_stride,
+               w->v_bytes);
+      }
+    }
+  }
+}
+
+/* Copy K and V of each token to its slot, K first; -1 is skipped. Returns OK or BAD_SLOT; nothing
+ * has been written unless OK. Two tokens must not share a slot. */
+int64_t attnkit_write_kv(const char *k, int64_t k_token, int64_t k_head, const char *v,
+                         int64_t v_token, int64_t v_head, char *cache, int64_t block_stride,
+                         int64_t token_stride, int64_t head_stride, const int64_t *slots,
+                         int64_t num_tokens, int64_t num_heads, int64_t k_bytes, int64_t v_bytes,
+                         int64_t num_blocks, int64_t block_size, int64_t num_threads,
+                         parallel_fn parallel) {
+  for (int64_t t = 0; t < num_tokens; ++t)
+    if (slots[t] < -1 || slots[t] >= num_blocks * block_size) return BAD_SLOT;
+  struct write_job w = {.k = {(char *)k, 0, k_token, k_head},
+                        .v = {(char *)v, 0, v_token, v_head},
+                        .cache = {cache, block_stride, token_stride, head_stride},
+                        .slots = slots,
+                        .num_tokens = num_tokens,
+                        .num_heads = num_heads,
+                        .k_bytes = k_bytes,
+                        .v_bytes = v_bytes,
+                        .block_size = block_size};
+  if (num_threads > 1 && parallel && num_tokens * num_heads * (k_bytes + v_bytes) > 1000000)
+    parallel(write_tokens, &w, num_threads, 0);
+  else write_tokens(&w);
+  return OK;
+}

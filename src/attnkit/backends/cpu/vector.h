@@ -1,0 +1,257 @@
+/* Numbers and vectors of `attend.c`: dtypes, 2^x and tanh, sums over lanes, rows in lane order.
+ *
+ * Vectors are the compiler's generic ones, so AVX-512, AVX2, SSE and NEON come from the same
+ * source. A row is kept as float32 in "lane order": in each piece of 2 * LANES elements stand the
+ * two vectors that `load_pair` yields. */
+#ifndef ATTNKIT_VECTOR_H
+#define ATTNKIT_VECTOR_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define KEYS 4   /* keys per step of the score: 4 rows x 4 keys of sums fit in 32 registers */
+#define PIECES 2 /* pieces of columns per step of the values: 4 rows x 2 x 2 sums do as well */
+#elif defined(__AVX__)
+#define LANES 8
+#define KEYS 2
+#define PIECES 1
+#elif defined(__aarch64__)
+#define LANES 4
+#define KEYS 4
+#define PIECES 2
+#else
+#define LANES 4
+#define KEYS 2
+#define PIECES 1
+#endif
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "lane order assumes a little-endian machine"
+#endif
+
+#define PIECE (2 * LANES)
+
+#define INLINE static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vec_i){__VA_ARGS__})
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t vec_i __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vec_u __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vec_h __attribute__((vector_size(2 * LANES)));
+
+enum dtype { F32 = 0, BF16 = 1, F16 = 2 };
+
+/* ---- numbers ---- */
+
+INLINE int64_t size_of(int64_t dtype) { return dtype == F32 ? 4 : 2; }
+INLINE float bits_to_float(uint32_t u) {
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+INLINE uint32_t float_to_bits(float f) {
+  uint32_t u;
+  memcpy(&u, &f, 4);
+  return u;
+}
+
+INLINE float from_bf16(uint16_t h) { return bits_to_float((uint32_t)h << 16); }
+
+/* Both conversions are branch-free so that loops over them vectorise. 2^112 moves an exponent
+ * biased by 15 to one biased by 127, subnormals included. */
+INLINE float from_f16(uint16_t h) {
+  uint32_t sign = (uint32_t)(h & 0x8000) << 16, magnitude = (uint32_t)(h & 0x7fff) << 13;
+  uint32_t finite = float_to_bits(bits_to_float(magnitude) * 0x1p112f);
+  return bits_to_float(sign | ((h & 0x7c00) == 0x7c00 ? magnitude | 0x7f800000 : finite));
+}
+
+INLINE uint16_t to_bf16(float f) { /* round to nearest even; NaN stays NaN */
+  uint32_t u = float_to_bits(f);
+  uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  return (u & 0x7fffffff) > 0x7f800000 ? (u >> 16) | 0x40 : rounded;
+}
+
+INLINE uint16_t to_f16(float f) { /* round to nearest even; too large becomes infinity */
+  uint32_t u = float_to_bits(f), sign = (u >> 16) & 0x8000, a = u & 0x7fffffff;
+  uint32_t normal = (a - 0x38000000 + 0xfff + ((a >> 13) & 1)) >> 13;
+  /* Adding 0.5 leaves exactly the ten bits of a half's subnormal at the low end of the fraction. */
+  uint32_t subnormal = float_to_bits(bits_to_float(a) + 0.5f) - 0x3f000000;
+  uint32_t h = a < 0x38800000 ? subnormal : normal;
+  h = a >= 0x477ff000 ? 0x7c00 : h;
+  h = a > 0x7f800000 ? 0x7e00 : h;
+  return sign | h;
+}
+
+INLINE float load_scalar(const char *p, int64_t i, int dtype) {
+  if (dtype == F32) return ((const float *)p)[i];
+  uint16_t h = ((const uint16_t *)p)[i];
+  return dtype == BF16 ? from_bf16(h) : from_f16(h);
+}
+
+/* ---- vectors ---- */
+
+INLINE vec load_vec(const float *p) {
+  vec v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+INLINE void store_vec(float *p, vec v) { memcpy(p, &v, sizeof v); }
+INLINE vec splat(float x) { return x - (vec){0}; }
+INLINE vec pick(vec_i mask, vec a, vec b) { return (vec)((mask & (vec_i)a) | (~mask & (vec_i)b)); }
+
+/* 2^x for x <= 0 (a score minus the largest). Below 2^-126 it is 0; NaN stays NaN. The polynomial
+ * is Taylor's for 2^f on [-0.5, 0.5]; its error is below a float's rounding. */
+INLINE vec exp2_nonpositive(vec x) {
+  vec_i tiny = x < -126.0f;
+  vec c = pick(tiny, splat(-126.0f), x);
+  vec shifted = c + 12582912.0f; /* 1.5 * 2^23: the integer nearest to c in the low bits */
+  vec f = c - (shifted - 12582912.0f);
+  vec p = 1.54035304e-4f * f + 1.33335581e-3f;
+  p = p * f + 9.61812911e-3f;
+  p = p * f + 5.55041087e-2f;
+  p = p * f + 2.40226507e-1f;
+  p = p * f + 6.93147181e-1f;
+  p = p * f + 1.0f;
+  vec power = (vec)(((vec_i)shifted + 127) << 23);
+  return pick(tiny, splat(0.0f), p * power);
+}
+
+INLINE float exp2_one(float x) { return exp2_nonpositive(splat(x))[0]; }
+
+/* tanh without overflow: by 2^(-2|x| log2 e) away from 0, by its series near 0, where that cancels.
+ */
+INLINE vec tanh_safe(vec x) {
+  vec a = (vec)((vec_i)x & 0x7fffffff), s = x * x;
+  vec e = exp2_nonpositive(a * -2.88539008f);
+  vec far = (1.0f - e) / (1.0f + e);
+  vec p = -8.86323552e-3f * s + 2.18694885e-2f;
+  p = p * s - 5.39682540e-2f;
+  p = p * s + 1.33333333e-1f;
+  p = p * s - 3.33333333e-1f;
+  return pick(a < 0.35f, x + x * s * p, (vec)((vec_i)far | ((vec_i)x & (int32_t)0x80000000)));
+}
+
+/* Which lanes of two vectors a step of `sum_lanes` adds: neighbours inside each group of four, or
+ * neighbouring groups of four. */
+#if LANES == 16
+#define EVEN_LANES 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30
+#define ODD_LANES 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31
+#define EVEN_FOURS 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
+#define ODD_FOURS 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
+#elif LANES == 8
+#define EVEN_LANES 0, 2, 8, 10, 4, 6, 12, 14
+#define ODD_LANES 1, 3, 9, 11, 5, 7, 13, 15
+#define EVEN_FOURS 0, 1, 2, 3, 8, 9, 10, 11
+#define ODD_FOURS 4, 5, 6, 7, 12, 13, 14, 15
+#else
+#define EVEN_LANES 0, 2, 4, 6
+#define ODD_LANES 1, 3, 5, 7
+#define EVEN_FOURS EVEN_LANES
+#define ODD_FOURS ODD_LANES
+#endif
+
+enum fold { SUM, MAX };
+
+INLINE vec fold_two(const enum fold fold, vec a, vec b) {
+  return fold == SUM ? a + b : pick(a > b, a, b);
+}
+
+/* One step of `fold_lanes`: n vectors become half as many of twice as many folded lanes. The loops
+ * here and below are not nested, so that gcc unrolls them while it still can keep arrays in
+ * registers. */
+INLINE int fold_step(const enum fold fold, const int fours, vec *v, const int n) {
+  UNROLL
+  for (int i = 0; i < (n + 1) / 2; ++i) {
+    vec a = v[2 * i], b = v[2 * i + 1 < n ? 2 * i + 1 : 2 * i];
+    v[i] = fours ? fold_two(fold, SHUFFLE(a, b, EVEN_FOURS), SHUFFLE(a, b, ODD_FOURS))
+                 : fold_two(fold, SHUFFLE(a, b, EVEN_LANES), SHUFFLE(a, b, ODD_LANES));
+  }
+  return (n + 1) / 2;
+}
+
+/* out[i] = sum or maximum of the lanes of v[i], for n vectors, which are overwritten; out has room
+ * for whole vectors. */
+INLINE void fold_lanes(const enum fold fold, vec *v, int n, float *out) {
+  n = fold_step(fold, 0, v, n);
+  n = fold_step(fold, 0, v, n);
+  if (LANES > 4) n = fold_step(fold, 1, v, n);
+  if (LANES > 8) n = fold_step(fold, 1, v, n);
+  UNROLL
+  for (int i = 0; i < n; ++i) store_vec(out + i * LANES, v[i]);
+}
+
+/* PIECE elements as two vectors: even and odd ones of bf16 (a shift and a mask, no shuffle), else
+ * the first and the second half. */
+INLINE void load_pair(const char *p, const int dtype, vec *a, vec *b) {
+  if (dtype == F32) {
+    *a = load_vec((const float *)p);
+    *b = load_vec((const float *)p + LANES);
+  } else if (dtype == BF16) {
+    vec_u u;
+    memcpy(&u, p, sizeof u);
+    *a = (vec)(u << 16);
+    *b = (vec)(u & 0xffff0000u);
+  } else {
+    for (int i = 0; i < 2; ++i) {
+      vec_h h;
+      memcpy(&h, p + i * sizeof h, sizeof h);
+      vec_u u = __builtin_convertvector(h, vec_u);
+      vec_u magnitude = (u & 0x7fff) << 13;
+      vec_u special = (vec_u)(magnitude >= 0x0f800000u);
+      vec_u finite = (vec_u)((vec)magnitude * 0x1p112f);
+      *(i ? b : a) =
+          (vec)(((u & 0x8000) << 16) | (special & (magnitude | 0x7f800000u)) | (~special & finite));
+    }
+  }
+}
+
+/* Where element i of a row stands in lane order. */
+INLINE int64_t lane_index(int64_t i, const int dtype) {
+  int64_t in = i % PIECE;
+  return dtype == BF16 ? i - in + (in & 1) * LANES + in / 2 : i;
+}
+
+/* A row of `size` elements as float32 in lane order, zeros up to `width`. */
+INLINE void load_row(const char *from, int from_dtype, const int dtype, int64_t size, int64_t width,
+                     float *to) {
+  if (dtype == BF16 && from_dtype == BF16) { /* then there is no padding */
+    for (int64_t d = 0; d < width; d += PIECE) {
+      vec a, b;
+      load_pair(from + d * 2, BF16, &a, &b);
+      store_vec(to + d, a);
+      store_vec(to + d + LANES, b);
+    }
+    return;
+  }
+  for (int64_t d = 0; d < size; ++d) to[lane_index(d, dtype)] = load_scalar(from, d, from_dtype);
+  for (int64_t d = size; d < width; ++d) to[d] = 0.0f;
+}
+
+/* The inverse: `row` in lane order times `factor`, converted. */
+INLINE void store_row(const float *row, float factor, int dtype, int64_t size, int to_dtype,
+                      char *to) {
+  if (dtype == BF16 && to_dtype == BF16) {
+    for (int64_t d = 0; d < size; d += PIECE)
+      for (int i = 0; i < LANES; ++i) {
+        uint32_t pair =
+            to_bf16(row[d + i] * factor) | (uint32_t)to_bf16(row[d + i + LANES] * factor) << 16;
+        memcpy(to + 2 * d + 4 * i, &pair, 4);
+      }
+    return;
+  }
+  for (int64_t d = 0; d < size; ++d) {
+    float x = row[lane_index(d, dtype)] * factor;
+    if (to_dtype == F32) ((float *)to)[d] = x;
+    else ((uint16_t *)to)[d] = to_dtype == BF16 ? to_bf16(x) : to_f16(x);
+  }
+}
+
+#endif
