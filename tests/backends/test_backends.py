@@ -36,7 +36,7 @@ def checks() -> Iterator[Any]:
             yield pytest.param(check, id=f"{name}-{check.name}")
 
 
-@pytest.mark.parametrize("check", checks())
+@pytest.mark.parametrize("check", list(checks()))
 def test_backend(check: Check) -> None:
     run_check(check)
 

@@ -113,7 +113,7 @@ def test_br081_more_drafts_than_tokens(replay: Replay) -> None:
 
 LACKED: dict[str, dict[str, object]] = {
     "dtype_float64": {"dtype": torch.float64},
-    "cache_format": {"kv_cache_dtype": "nvfp4"},
+    "cache_format": {"kv_cache_dtype": "fp8_ds_mla"},
     "mla": {"use_mla": True},
     "two_at_once": {"use_mla": True, "dtype": torch.float64},
 }
