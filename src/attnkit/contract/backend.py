@@ -12,6 +12,7 @@ import. What attnkit adds stands in a block of its own at the end of the class.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from attnkit.contract.device import DeviceCapability
 from attnkit.contract.impl import AttentionImplBase
 from attnkit.contract.kv_cache_spec import AttentionSpec, KVCacheLayout, KVCacheSpec
 from attnkit.contract.metadata import AttentionMetadata
+from attnkit.contract.quant import CACHE_DTYPES
 from attnkit.contract.types import AttentionType, MultipleOf
 
 if TYPE_CHECKING:
@@ -118,9 +120,12 @@ class AttentionBackend(ABC):
         if block_size is None:
             return True
         sizes = cls.get_supported_kernel_block_sizes()
-        return not sizes or any(
-            block_size % (size.base if isinstance(size, MultipleOf) else size) == 0
-            for size in sizes
+        return block_size > 0 and (
+            not sizes
+            or any(
+                block_size % (size.base if isinstance(size, MultipleOf) else size) == 0
+                for size in sizes
+            )
         )
 
     @classmethod
@@ -290,32 +295,28 @@ class AttentionBackend(ABC):
         """
         reasons: list[str] = []
 
-        def refuse(unless: bool, reason: str) -> None:
-            if not unless:
-                reasons.append(reason)
-
         def wants(asked: bool, has: bool, feature: str) -> None:
-            refuse(not asked or has, f"{feature} is asked for, which this backend does not do")
+            if asked and not has:
+                reasons.append(f"{feature} is asked for, which this backend does not do")
 
-        refuse(
-            cls.supports_head_size(head_size),
-            f"head size {head_size} is not supported ({_allowed(cls.get_supported_head_sizes())})",
-        )
-        refuse(
-            cls.supports_dtype(dtype),
-            f"dtype {_dtype(dtype)} is not supported "
-            f"({_allowed([_dtype(d) for d in cls.supported_dtypes])})",
-        )
-        refuse(
-            cls.supports_kv_cache_dtype(kv_cache_dtype),
-            f"KV cache dtype {kv_cache_dtype} is not supported "
-            f"({_allowed(cls.supported_kv_cache_dtypes)})",
-        )
-        refuse(
-            cls.supports_block_size(block_size),
-            f"block size {block_size} is not supported "
-            f"({_allowed(cls.get_supported_kernel_block_sizes())} and what they divide)",
-        )
+        # What is allowed is asked, not read from the lists: a backend may override the question only.
+        if not cls.supports_head_size(head_size):
+            sizes = cls.get_supported_head_sizes() or list(filter(cls.supports_head_size, _HEADS))
+            reasons.append(f"head size {head_size} is not supported ({_allowed(sizes)})")
+        if not cls.supports_dtype(dtype):
+            dtypes = [_dtype(d) for d in _DTYPES if cls.supports_dtype(d)]
+            reasons.append(f"dtype {_dtype(dtype)} is not supported ({_allowed(dtypes)})")
+        if not cls.supports_kv_cache_dtype(kv_cache_dtype):
+            formats = list(filter(cls.supports_kv_cache_dtype, CACHE_DTYPES))
+            reasons.append(
+                f"KV cache dtype {kv_cache_dtype} is not supported ({_allowed(formats)})"
+            )
+        if not cls.supports_block_size(block_size):
+            blocks = cls.get_supported_kernel_block_sizes()
+            reasons.append(
+                f"block size {block_size} is not supported "
+                f"({_allowed(blocks)}, and larger blocks that split into these)"
+            )
         wants(use_mm_prefix, cls.supports_mm_prefix(), "bidirectional multimodal prefix")
         if use_mla != cls.is_mla():
             reasons.append(
@@ -335,15 +336,12 @@ class AttentionBackend(ABC):
             cls.supports_per_head_quant_scales(),
             "one K/V scale per head",
         )
-        refuse(
-            cls.supports_compute_capability(device_capability),
-            f"device {device_capability} is not supported",
-        )
-        refuse(
-            cls.supports_attn_type(attn_type),
-            f"attention type {attn_type} is not supported "
-            f"({_allowed([t.value for t in AttentionType if cls.supports_attn_type(t.value)])})",
-        )
+        if not cls.supports_compute_capability(device_capability):
+            devices = [d for d in _DEVICES if cls.supports_compute_capability(d)]
+            reasons.append(f"device {device_capability} is not supported ({_allowed(devices)})")
+        if not cls.supports_attn_type(attn_type):
+            types = [t.value for t in AttentionType if cls.supports_attn_type(t.value)]
+            reasons.append(f"attention type {attn_type} is not supported ({_allowed(types)})")
         wants(has_sliding_window, cls.supports_sliding_window(), "sliding window")
         wants(use_rswa, cls.supports_rswa(), "reference sliding window (R-SWA)")
         wants(use_non_causal, cls.supports_non_causal(), "non-causal decoder attention")
@@ -459,8 +457,22 @@ class AttentionBackend(ABC):
         return bool(getattr(impl_cls, flag))
 
 
-def _allowed(values: list[Any]) -> str:
-    return f"allowed: {', '.join(str(v) for v in values)}" if values else "any is allowed"
+_HEADS = range(8, 513, 8)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_DEVICES = tuple(
+    map(DeviceCapability.parse, ("cpu", "sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"))
+)
+"""What a refusal asks about to say what would be allowed, where the backend names no list."""
+
+
+def _allowed(values: Sequence[Any]) -> str:
+    if (
+        len(values) > 8
+        and isinstance(values[0], int)
+        and list(values) == list(range(values[0], values[-1] + 1, 8))
+    ):
+        return f"allowed: {values[0]} to {values[-1]} in steps of 8"
+    return f"allowed: {', '.join(str(v) for v in values) or 'none that is known'}"
 
 
 def _dtype(dtype: torch.dtype) -> str:
@@ -475,12 +487,18 @@ def subclass_attention_backend(
     """A backend like another with its own builder: how wrappers change a plan, not a kernel.
 
     Args:
-        name_prefix: goes before the class name, so that wrapped layers form their own group.
+        name_prefix: goes before the class name, so that wrapped layers form their own group; the
+            module stays that of the wrapped class, so wraps of equally named classes stay apart.
         attention_backend_cls: what to wrap; everything else, `get_name` included, is inherited.
         builder_cls: what `get_builder_cls` of the new class returns.
     """
+    name = name_prefix + attention_backend_cls.__name__
     return type(
-        name_prefix + attention_backend_cls.__name__,
+        name,
         (attention_backend_cls,),
-        {"get_builder_cls": staticmethod(lambda: builder_cls)},
+        {
+            "__module__": attention_backend_cls.__module__,
+            "__doc__": attention_backend_cls.__doc__,
+            "get_builder_cls": staticmethod(lambda: builder_cls),
+        },
     )

@@ -19,7 +19,15 @@ from attnkit.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What backends ask of the model."""
+    """What backends ask of the model.
+
+    Attributes:
+        dtype: of activations.
+        max_model_len: longest request in tokens.
+        rswa_window: window of reference sliding-window attention; None: the model has none.
+        is_mm_prefix_lm: images inside a prompt are attended to in both directions.
+        use_mla: layers keep latents instead of keys and values.
+    """
 
     dtype: torch.dtype = torch.float32
     max_model_len: int = 8192
@@ -30,7 +38,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """What backends ask of the KV cache."""
+    """What backends ask of the KV cache.
+
+    Attributes:
+        block_size: tokens in one of the engine's blocks; kernel blocks may be smaller.
+        cache_dtype: a name of `CACHE_DTYPES`.
+        enable_prefix_caching: requests with a common beginning share its pages.
+        kv_sharing_fast_prefill: layers that share a cache compute only the wanted rows of a prompt.
+    """
 
     block_size: int = 16
     cache_dtype: str = "auto"
@@ -40,7 +55,12 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Bounds on a batch: persistent buffers are sized by them."""
+    """Bounds on a batch: persistent buffers are sized by them.
+
+    Attributes:
+        max_num_seqs: most requests in a step.
+        max_num_batched_tokens: most tokens in a step.
+    """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
@@ -48,7 +68,14 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """World sizes. Everything is 1 on a single device."""
+    """World sizes. Everything is 1 on a single device.
+
+    Attributes:
+        tensor_parallel_size: ranks that heads are spread over.
+        decode_context_parallel_size: ranks that the cache of a request is spread over.
+        prefill_context_parallel_size: ranks that the queries of a prompt are spread over.
+        cp_kv_cache_interleave_size: neighbouring tokens that go to one rank before the next takes over.
+    """
 
     tensor_parallel_size: int = 1
     decode_context_parallel_size: int = 1
@@ -58,7 +85,12 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Draft tokens per step; None of it exists without speculation."""
+    """Speculative decoding; an engine without it has None in place of the whole.
+
+    Attributes:
+        num_speculative_tokens: drafts verified per request and step; None: not decided.
+        parallel_drafting: all drafts come from one forward pass of the drafter.
+    """
 
     num_speculative_tokens: int | None = None
     parallel_drafting: bool = False
@@ -66,14 +98,25 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CompilationConfig:
-    """Graph capture sizes, smallest first; empty: no graphs."""
+    """Graph capture.
+
+    Attributes:
+        cudagraph_capture_sizes: token counts graphs are captured for, smallest first; empty: none.
+    """
 
     cudagraph_capture_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmConfig:
-    """The parts together. `replace` one with `dataclasses.replace`."""
+    """The parts together. Change one with `dataclasses.replace`.
+
+    Attributes:
+        model_config, cache_config, scheduler_config, parallel_config, compilation_config: the parts.
+        speculative_config: None without speculation.
+        use_v2_model_runner: False: an older engine, whose parallel drafter widens verified requests
+            (see `max_decode_query_len`).
+    """
 
     model_config: ModelConfig = field(default_factory=ModelConfig)
     cache_config: CacheConfig = field(default_factory=CacheConfig)
@@ -108,8 +151,13 @@ def max_decode_query_len(vllm_config: object) -> int:
 class ParallelContext:
     """This process's place in context parallelism: ranks count from 0 to world size - 1.
 
-    dcp: decode context parallelism, the cache of a request spread over ranks. pcp: prefill context
-    parallelism, the queries of a prompt spread over ranks.
+    Attributes:
+        dcp_world_size, dcp_rank: decode context parallelism, the cache of a request spread over ranks.
+        pcp_world_size, pcp_rank: prefill context parallelism, the queries of a prompt spread over
+            ranks.
+
+    Raises:
+        ConfigurationError: a world size below 1, or a rank outside of its world.
     """
 
     dcp_world_size: int = 1

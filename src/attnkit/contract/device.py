@@ -19,6 +19,10 @@ class DeviceCapability(NamedTuple):
 
     Tuples compare field by field, so `capability >= (9, 0)` works for CUDA devices. A CPU is (0, 0),
     which is below every GPU; ask `platform` before you read the numbers.
+
+    Attributes:
+        major, minor: of the compute capability.
+        platform: "cuda" or "cpu".
     """
 
     major: int
@@ -35,9 +39,14 @@ class DeviceCapability(NamedTuple):
         """The capability of a device that is present.
 
         Raises:
-            ConfigurationError: the device type is neither cpu nor cuda, or CUDA is not available.
+            ConfigurationError: the device type is neither cpu nor cuda, or there is no such device.
         """
-        device = torch.device(device)
+        try:
+            device = torch.device(device)
+        except RuntimeError:
+            raise ConfigurationError(
+                f"device {device!r} is not known; use 'cpu', 'cuda' or 'cuda:N'"
+            ) from None
         if device.type == "cpu":
             return cls.cpu()
         if device.type != "cuda":
@@ -45,6 +54,11 @@ class DeviceCapability(NamedTuple):
         if not torch.cuda.is_available():
             raise ConfigurationError(
                 f"device {device} was asked for, but torch sees no CUDA device; use device='cpu'"
+            )
+        if device.index is not None and device.index >= torch.cuda.device_count():
+            raise ConfigurationError(
+                f"device {device} was asked for, but torch sees {torch.cuda.device_count()} CUDA "
+                "devices; give a lower number"
             )
         return cls(*torch.cuda.get_device_capability(device))
 

@@ -72,8 +72,11 @@ class AttentionImplBase(ABC, Generic[T]):
     """A sparse MLA impl has `forward_mha` too; False sends prefills through `forward_mqa`."""
 
     num_heads: int
+    """Query heads on this rank; set by the impl, as the next two."""
     head_size: int
+    """Of queries and keys."""
     scale: float
+    """Factor on q.k."""
 
     can_return_lse_for_decode: bool = False
     """`forward` can return the log-sum-exp of its rows. Selection asks the class when a layer wants
@@ -100,11 +103,17 @@ class AttentionImplBase(ABC, Generic[T]):
     """`forward` takes queries already quantised with the layer's `_q_scale`."""
 
     dcp_world_size: int
+    """Ranks of decode context parallelism, from the scope the impl was made under."""
     dcp_rank: int
+    """This process's among them."""
     pcp_world_size: int
+    """Ranks of prefill context parallelism, likewise."""
     pcp_rank: int
+    """This process's among them."""
     total_cp_world_size: int
+    """Ranks that a request's cache is spread over: those of decode context parallelism."""
     total_cp_rank: int
+    """This process's among them."""
 
     def __new__(cls: type[_Impl], *args: Any, **kwargs: Any) -> _Impl:
         self = object.__new__(cls)
@@ -139,6 +148,7 @@ class AttentionImpl(AttentionImplBase[T], Generic[T]):
     """Attention over a cache of keys and values."""
 
     kv_cache_dtype: str
+    """A name of `CACHE_DTYPES`; set by the impl."""
 
     @property
     def kv_quant_mode(self) -> KVQuantMode:
@@ -335,11 +345,13 @@ class MLAAttentionImpl(AttentionImplBase[T], Generic[T]):
 
     supports_pcp: bool = True
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        ours = MLAAttentionImpl
-        if cls.forward_mqa is ours.forward_mqa and cls.forward is ours.forward:
+    def __new__(cls: type[_Impl], *args: Any, **kwargs: Any) -> _Impl:
+        # Here and not at class definition, so that an abstract class may come in between.
+        if cls.forward_mqa is MLAAttentionImpl.forward_mqa and (  # type: ignore[attr-defined]
+            cls.forward is MLAAttentionImpl.forward  # type: ignore[attr-defined]
+        ):
             raise TypeError(f"{cls.__name__} must define forward_mqa, or the older forward")
+        return super().__new__(cls, *args, **kwargs)  # type: ignore[misc]
 
     @abstractmethod
     def __init__(

@@ -149,11 +149,12 @@ class AttentionSpec(KVCacheSpec):
         super().__post_init__()
         if self.head_size_v is None:
             object.__setattr__(self, "head_size_v", self.head_size)
-        padded, dense = self.page_size_padded, self.unpadded_page_size_bytes
-        if padded is not None and padded < dense:
-            raise ConfigurationError(
-                f"page_size_padded {padded} is below the {dense} bytes a page needs; give more or None"
-            )
+        for name, least in (("num_kv_heads", 1), ("head_size", 1), ("head_size_v", 0)):
+            if getattr(self, name) < least:
+                raise ConfigurationError(
+                    f"{name} {getattr(self, name)} is not allowed; give at least {least}"
+                )
+        _check_padding(self.page_size_padded, self.unpadded_page_size_bytes)
 
     @property
     def num_states(self) -> int:
@@ -193,7 +194,8 @@ class FullAttentionSpec(AttentionSpec):
     """Every token stays visible to all later ones.
 
     `sliding_window` or `attention_chunk_size` is set where a windowed layer is kept as a full one
-    (the mask still holds; only the freeing of pages is given up).
+    (the mask still holds; only the freeing of pages is given up). `non_causal`: queries
+    may see later tokens too.
     """
 
     sliding_window: int | None = None
@@ -207,7 +209,11 @@ class FullAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class MLAAttentionSpec(FullAttentionSpec):
-    """A latent and a rope part shared by all heads: no separate values (`head_size_v` 0)."""
+    """A latent and a rope part shared by all heads: no separate values (`head_size_v` 0).
+
+    `num_kv_heads` is 1. `cache_dtype_str` is a name of `CACHE_DTYPES` that says how a row is packed;
+    None: plainly, in `dtype`.
+    """
 
     num_kv_heads: int = 1
     head_size_v: int | None = 0
@@ -243,7 +249,7 @@ class SlidingWindowSpec(AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
-    """Only tokens of the query's own chunk (position // attention_chunk_size) are visible."""
+    """Only tokens of the query's own chunk (position // `attention_chunk_size`) are visible."""
 
     attention_chunk_size: int
 
@@ -311,16 +317,34 @@ class MambaSpec(KVCacheSpec):
     num_speculative_blocks: int = 0
     page_size_padded: int | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.shapes) != len(self.dtypes):
+            raise ConfigurationError(
+                f"{len(self.shapes)} shapes and {len(self.dtypes)} dtypes were given; "
+                "give one dtype per state tensor"
+            )
+        _check_padding(self.page_size_padded, self.unpadded_page_size_bytes)
+
     @property
     def kind(self) -> str:
         return "mamba"
 
     @property
+    def unpadded_page_size_bytes(self) -> int:
+        """Bytes of a block without padding."""
+        return sum(math.prod(s) * d.itemsize for s, d in zip(self.shapes, self.dtypes, strict=True))
+
+    @property
     def page_size_bytes(self) -> int:
-        dense = sum(
-            math.prod(s) * d.itemsize for s, d in zip(self.shapes, self.dtypes, strict=True)
-        )
-        return self.page_size_padded or dense
+        return self.page_size_padded or self.unpadded_page_size_bytes
 
     def max_num_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         return 1 + self.num_speculative_blocks
+
+
+def _check_padding(padded: int | None, dense: int) -> None:
+    if padded is not None and padded < dense:
+        raise ConfigurationError(
+            f"page_size_padded {padded} is below the {dense} bytes a page needs; give more or None"
+        )

@@ -138,6 +138,7 @@ class CommonAttentionMetadata:
         cached = self._token_to_req_indices_cache
         if cached is not None:
             assert cached.device == buffer.device, "token_to_req_indices: cached on another device"
+            assert cached.dtype == torch.int32, "token_to_req_indices: cached in another dtype"
             assert cached.shape[0] >= num_tokens, "token_to_req_indices: cached for fewer tokens"
             return cached[:num_tokens]
         num_mapped = int(self.query_start_loc_cpu[-1])

@@ -23,11 +23,17 @@ class KVQuantMode(IntEnum):
     """How K and V are stored in the cache. Values are distinct; 0 is "as they are"."""
 
     NONE = 0
+    """Numbers of the cache's dtype."""
     FP8_PER_TENSOR = 1
+    """fp8 codes; the layer's `_k_scale` and `_v_scale` (one number, or one per KV head)."""
     INT8_PER_TOKEN_HEAD = 2
+    """int8 codes and, in the page, a scale per token and head."""
     FP8_PER_TOKEN_HEAD = 3
+    """fp8 codes and, in the page, a scale per token and head."""
     INT4_PER_TOKEN_HEAD = 4
+    """4-bit codes, two in a byte, and, in the page, a scale per token and head."""
     NVFP4 = 5
+    """4-bit floats, two in a byte, an fp8 scale per 16 of them, and the layer's scales on top."""
     FP8_DS_MLA = 6
     """DeepSeek's MLA row: 512 fp8 codes, four float32 scales, 64 bfloat16 rope values."""
 
@@ -76,7 +82,7 @@ def _lookup(kv_cache_dtype: str) -> tuple[torch.dtype | None, KVQuantMode]:
 
 
 class GroupShape(NamedTuple):
-    """The rectangle of elements that share one scale; -1 spans the whole axis."""
+    """The rectangle of elements that share one scale: `row` by `col`; -1 spans the whole axis."""
 
     row: int
     col: int
@@ -84,7 +90,13 @@ class GroupShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScaleDesc:
-    """One scale of a quantisation: its dtype, known beforehand or computed, and its group."""
+    """One scale of a quantisation.
+
+    Attributes:
+        dtype: of the scale itself.
+        static: known beforehand; False: computed from the values.
+        group_shape: of the elements that share it.
+    """
 
     dtype: torch.dtype
     static: bool
