@@ -12,8 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from attnkit.contract import CommonAttentionMetadata
+from attnkit.contract import CommonAttentionMetadata, DeviceCapability
 from attnkit.errors import BatchError
+
+_INT32_MAX = np.iinfo(np.int32).max
 
 
 def make_batch(
@@ -36,10 +38,13 @@ def make_batch(
         block_size: tokens in a block, as the kernels see it.
         device: where the batch's tensors live.
         causal: False lets queries see all keys; a bool tensor (num_reqs,) says it per request.
-        is_prefilling: the request has prompt tokens left. None: it has when it has no context.
+        is_prefilling: per request, whether it has prompt tokens left; a padding row has none. None:
+            it has when it has no context.
 
     Raises:
-        BatchError: lengths contradict each other, or a block table is too short or has a bad id.
+        BatchError: lengths contradict each other, a block table is too short or has a bad id, or
+            two tokens would be written to one place.
+        ConfigurationError: there is no such device.
     """
     num_reqs = len(query_lens)
     if len(seq_lens) != num_reqs or len(block_tables) != num_reqs:
@@ -49,26 +54,30 @@ def make_batch(
         )
     if block_size < 1:
         raise BatchError(f"block_size {block_size} is not allowed; give at least 1")
-    queries = np.asarray(query_lens, dtype=np.int64).reshape(num_reqs)
-    seqs = np.asarray(seq_lens, dtype=np.int64).reshape(num_reqs)
+    DeviceCapability.of(device)
+    queries = _integers("query_lens", query_lens)
+    seqs = _integers("seq_lens", seq_lens)
     for r in np.flatnonzero((queries < 0) | (queries > seqs)):
         raise BatchError(
             f"request {r} has {queries[r]} new tokens but {seqs[r]} in all; "
             "seq_lens counts the new tokens too, and neither may be negative"
         )
     pages = -(-seqs // block_size)
-    table = np.zeros((num_reqs, max(1, int(pages.max(initial=0)))), dtype=np.int64)
     for r, ids in enumerate(block_tables):
-        num_pages = int(pages[r])
-        if len(ids) < num_pages:
+        if len(ids) < pages[r]:
             raise BatchError(
-                f"request {r} has {seqs[r]} tokens, which need {num_pages} blocks of {block_size}, "
+                f"request {r} has {seqs[r]} tokens, which need {pages[r]} blocks of {block_size}, "
                 f"but its block table has {len(ids)}"
             )
-        table[r, :num_pages] = ids[:num_pages]
-    if table.min(initial=0) < 0:
-        r = int(np.flatnonzero((table < 0).any(1))[0])
-        raise BatchError(f"request {r} has block id {table[r].min()}; ids count from 0")
+    table = np.zeros((num_reqs, max(1, int(pages.max(initial=0)))), dtype=np.int64)
+    for r, ids in enumerate(block_tables):
+        table[r, : pages[r]] = _integers(f"the block table of request {r}", ids[: pages[r]])
+    bad = (table < 0) | (table > _INT32_MAX)
+    if bad.any():
+        r, column = np.argwhere(bad)[0]
+        raise BatchError(
+            f"request {r} has block id {table[r, column]}; ids count from 0 and fit into int32"
+        )
 
     query_start_loc = np.zeros(num_reqs + 1, dtype=np.int64)
     np.cumsum(queries, out=query_start_loc[1:])
@@ -83,17 +92,36 @@ def make_batch(
             "give it a block of its own"
         )
     slots = blocks * block_size + positions % block_size
+    order = np.argsort(slots, kind="stable")
+    twice = np.flatnonzero(slots[order[1:]] == slots[order[:-1]])
+    if twice.size:
+        a, b = order[twice[0]], order[twice[0] + 1]
+        raise BatchError(
+            f"requests {rows[a]} and {rows[b]} would write positions {positions[a]} and {positions[b]} "
+            f"into the same place of block {blocks[a]}; give each a block of its own"
+        )
+
+    prefilling = queries == seqs
+    if is_prefilling is not None:
+        prefilling = np.asarray(is_prefilling, dtype=bool)
+        if prefilling.shape != (num_reqs,):
+            raise BatchError(
+                f"is_prefilling has shape {prefilling.shape}; give one bool for each of the "
+                f"{num_reqs} requests"
+            )
+    if isinstance(causal, torch.Tensor) and (
+        causal.shape != (num_reqs,) or causal.dtype != torch.bool
+    ):
+        raise BatchError(
+            f"causal is a tensor of shape {tuple(causal.shape)} and {causal.dtype}; give a bool, or "
+            f"one torch.bool for each of the {num_reqs} requests"
+        )
 
     host, device_parts = _upload(
         torch.device(device), query_start_loc, seqs, table.ravel(), slots, positions
     )
     start_d, seqs_d, table_d, slots_d, positions_d = device_parts
     start_cpu, seqs_cpu = host[:2]
-    prefilling = (
-        torch.from_numpy((queries == seqs) & (queries > 0))
-        if is_prefilling is None
-        else torch.tensor(list(is_prefilling), dtype=torch.bool)
-    )
     return CommonAttentionMetadata(
         query_start_loc=start_d,
         query_start_loc_cpu=start_cpu,
@@ -104,11 +132,21 @@ def make_batch(
         max_seq_len=int(seqs.max(initial=0)),
         block_table_tensor=table_d.view(num_reqs, table.shape[1]),
         slot_mapping=slots_d.view(torch.int64),
-        causal=causal,
+        causal=causal.to(device) if isinstance(causal, torch.Tensor) else causal,
         positions=positions_d.view(torch.int64),
-        is_prefilling=prefilling,
+        is_prefilling=torch.from_numpy(prefilling & (queries > 0)),
         seq_lens_cpu_upper_bound=seqs_cpu,
     )
+
+
+def _integers(name: str, values: Sequence[int]) -> np.ndarray:
+    """`values` as int64 (n,); numpy would round fractions down without a word."""
+    array = np.asarray(values)
+    if array.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise BatchError(f"{name} is {array.dtype} of shape {array.shape}; give whole numbers")
+    return array.astype(np.int64)
 
 
 _ALIGNMENT = 32
