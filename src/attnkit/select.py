@@ -27,6 +27,7 @@ from attnkit.backends import BACKENDS
 from attnkit.contract import AttentionBackend, AttentionType, DeviceCapability
 from attnkit.errors import (
     BackendUnavailable,
+    ConfigurationError,
     UnknownBackend,
     UnsupportedConfiguration,
 )
@@ -129,10 +130,14 @@ def register(name: str, backend: type[AttentionBackend]) -> None:
     """Make a backend choosable by name in this process; registering a name again replaces it.
 
     Raises:
-        UnknownBackend: `name` belongs to the table or is "auto".
+        ConfigurationError: `name` is empty, "auto" or in the table.
+        UnknownBackend: `backend` is not a subclass of `AttentionBackend`.
     """
-    if name in BACKENDS or name == "auto":
-        raise UnknownBackend(f"{name!r} is taken by attnkit itself; register under another name")
+    if name in BACKENDS or name in ("", "auto"):
+        raise ConfigurationError(
+            f"{name!r} is not free: attnkit itself uses {', '.join(BACKENDS)} and auto; register "
+            "under another name"
+        )
     _REGISTERED[name] = _check_class(name, backend)
 
 
@@ -158,7 +163,7 @@ def resolve(name: str) -> type[AttentionBackend]:
         return _REGISTERED[name]
     points = _entry_points()
     if name in points:
-        return _load(name, points[name].value)
+        return _load(name, f"{points[name].module}:{points[name].attr}")
     if ":" in name:
         return _load(name, name)
     known = ", ".join(backend_names())
@@ -275,14 +280,19 @@ def select(
         UnsupportedConfiguration: the named one, or every candidate, cannot serve; with all reasons.
     """
     if not isinstance(backend, str):
-        return _by_name(backend.get_name(), backend, backend.get_name(), request, here)
+        name = _check_class(getattr(backend, "__name__", ""), backend).get_name()
+        return _by_name(name, backend, name, request, here)
     asked = backend
     if backend == "auto":
-        backend = environ.get(ENV_BACKEND, "auto")
+        backend = environ.get(ENV_BACKEND) or "auto"
         if backend != "auto":
             asked = f"{backend} (from {ENV_BACKEND})"
     if backend != "auto":
-        return _by_name(backend, resolve(backend), asked, request, here)
+        try:
+            cls = resolve(backend)
+        except BackendUnavailable as absent:
+            raise _cannot_run(asked, str(absent)) from absent
+        return _by_name(backend, cls, asked, request, here)
     decisions = decide(request, here=here)
     for decision in decisions:
         if decision.chosen:
@@ -299,10 +309,7 @@ def _by_name(
 ) -> Selection:
     absent = cls.is_available() if here else None
     if absent is not None:
-        raise BackendUnavailable(
-            f"backend {asked} cannot run on this machine: {absent}; install or provide that, or use "
-            "backend='auto'"
-        )
+        raise _cannot_run(asked, absent)
     reasons = reasons_against(cls, request, here=here)
     if reasons:
         raise UnsupportedConfiguration(
@@ -314,6 +321,13 @@ def _by_name(
     return Selection(name=name, backend=cls, asked=asked, decisions=(decision,))
 
 
+def _cannot_run(asked: str, absent: str) -> BackendUnavailable:
+    return BackendUnavailable(
+        f"backend {asked} cannot run on this machine: {absent}; install or provide that, or use "
+        "backend='auto'"
+    )
+
+
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
     points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     return {p.name: p for p in points if p.name not in BACKENDS}
@@ -321,16 +335,20 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
 
 def _load(name: str, path: str) -> type[AttentionBackend]:
     where, _, class_name = path.rpartition(":")
+    is_file = where.endswith(".py")
+    if not is_file and not all(part.isidentifier() for part in where.split(".")):
+        raise UnknownBackend(f"backend {name!r}: {where!r} is neither a module nor a .py file")
     try:
-        module = _load_file(where) if where.endswith(".py") else importlib.import_module(where)
+        module = _load_file(where) if is_file else importlib.import_module(where)
     except ModuleNotFoundError as missing:
         absent = missing.name or ""
-        if where == absent or where.startswith(absent + "."):
+        if not is_file and f"{where}.".startswith(f"{absent}."):
             raise UnknownBackend(
                 f"backend {name!r}: there is no module {absent!r}; check the path"
             ) from missing
-        if absent.split(".")[0] == where.split(".")[0]:
-            raise  # The backend's own package is broken, which is not the same as absent.
+        package = absent.partition(".")[0]
+        if package != absent and importlib.util.find_spec(package) is not None:
+            raise  # A part of what is installed is missing: broken, which is not the same as absent.
         raise BackendUnavailable(f"{absent} is not installed") from missing
     found = getattr(module, class_name, None)
     if found is None:
