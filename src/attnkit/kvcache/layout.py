@@ -33,7 +33,7 @@ def allocate(
         storages: the specs that share each piece of memory; their pages have equal bytes.
 
     Returns:
-        One tensor of logical shape (B, H, N, C) per spec.
+        Per storage, one tensor of logical shape (B, H, N, C) per spec.
 
     Raises:
         CacheError: the layout cannot hold these specs. Layer-compact layouts allocate each storage
@@ -61,20 +61,36 @@ def allocate_old_generation(
     num_blocks: int,
     kv_cache_dtype: str,
     device: torch.device,
-) -> torch.Tensor | None:
+) -> tuple[torch.Tensor, int] | None:
     """The tensor an older backend asks for by `get_kv_cache_shape`; None for a current one.
 
-    The tensor has the promised shape, and lies in memory in `get_kv_cache_stride_order`.
+    Returns:
+        A tensor of the promised shape that lies in memory in `get_kv_cache_stride_order`, and which
+        of its dimensions counts blocks.
 
     Raises:
-        CacheError: shape and stride order have different numbers of dimensions.
+        CacheError: the stride order is no permutation of the shape's dimensions, or not exactly one
+            of these grows with the number of blocks.
     """
-    try:
-        shape = backend.get_kv_cache_shape(
-            num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size, kv_cache_dtype
+
+    def shape_of(blocks: int) -> tuple[int, ...]:
+        return tuple(
+            backend.get_kv_cache_shape(
+                blocks, spec.block_size, spec.num_kv_heads, spec.head_size, kv_cache_dtype
+            )
         )
+
+    try:
+        shape = shape_of(num_blocks)
     except NotImplementedError:
         return None
+    grown = shape_of(num_blocks + 1)
+    block_dims = [dim for dim, size in enumerate(shape) if size != grown[dim]]
+    if len(block_dims) != 1:
+        raise CacheError(
+            f"{backend.__name__}: a cache of {num_blocks} blocks has shape {shape} and one more makes "
+            f"it {grown}; exactly one dimension must grow"
+        )
     try:
         order = tuple(backend.get_kv_cache_stride_order())
     except NotImplementedError:
@@ -82,10 +98,10 @@ def allocate_old_generation(
     if sorted(order) != list(range(len(shape))):
         raise CacheError(
             f"{backend.__name__}: stride order {order} is not a permutation of the "
-            f"{len(shape)} dimensions of its cache shape {tuple(shape)}"
+            f"{len(shape)} dimensions of its cache shape {shape}"
         )
     storage = _zeros([shape[dim] for dim in order], spec.dtype, device)
-    return storage.permute([order.index(dim) for dim in range(len(shape))])
+    return storage.permute([order.index(dim) for dim in range(len(shape))]), block_dims[0]
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

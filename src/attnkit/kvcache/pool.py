@@ -11,9 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from attnkit.contract import AttentionBackend, AttentionSpec, KVCacheLayout
+from attnkit.contract import AttentionBackend, AttentionSpec, DeviceCapability, KVCacheLayout
 from attnkit.errors import CacheError
 from attnkit.kvcache import layout as _layout
+
+_MAX_BLOCKS = 2**31 - 1
 
 
 class PagedKVCache:
@@ -49,13 +51,15 @@ class PagedKVCache:
             overlays: layer names that lie over the same memory, each in its own shape, since a block
                 belongs to one group of layers at a time. None: every layer has memory of its own.
             backends: layer name -> backend class, for older backends that ask for a cache shape of
-                their own.
+                their own. These layers have memory of their own even where they are in `overlays`.
             kv_cache_dtype: handed to those.
             poison: fill pages with NaN.
 
         Raises:
-            CacheError: fewer than 2 blocks, a page that cannot be split, overlaid layers whose
-                pages differ in bytes, or a layout that cannot hold the specs.
+            CacheError: fewer than 2 blocks or more than int32 block ids, a page that cannot be
+                split, overlaid layers whose pages differ in bytes, names that have no spec, or a
+                layout that cannot hold the specs.
+            ConfigurationError: there is no such device.
         """
         if not specs:
             raise CacheError("a KV cache needs at least one layer's spec")
@@ -63,6 +67,12 @@ class PagedKVCache:
             raise CacheError(
                 f"{num_blocks} blocks leave no page beside the null block; give at least 2"
             )
+        for name in backends or ():
+            if name not in specs:
+                raise CacheError(
+                    f"backends names layer {name!r}, which has no spec; specs are of {', '.join(specs)}"
+                )
+        DeviceCapability.of(device)
         self.specs = dict(specs)
         self.num_blocks = num_blocks
         self.layout = layout
@@ -70,11 +80,16 @@ class PagedKVCache:
         block_size = next(iter(specs.values())).block_size
         self.blocks_per_block = _split(self.specs.values(), block_size, kernel_block_size)
         self.kernel_block_size = block_size // self.blocks_per_block
+        if num_blocks * self.blocks_per_block > _MAX_BLOCKS:
+            raise CacheError(
+                f"{num_blocks} blocks of {self.blocks_per_block} kernel blocks are more than int32 "
+                f"block ids can name; give at most {_MAX_BLOCKS // self.blocks_per_block}"
+            )
+        self._block_dims: dict[str, int] = {}
         self._tensors = self._allocate(overlays, backends or {}, kv_cache_dtype)
-        self._poison = poison
         if poison:
             for tensor in self._tensors.values():
-                _fill_nan(tensor)
+                tensor.copy_(_nan_like(tensor).expand(tensor.shape))
 
     @classmethod
     def from_bytes(
@@ -136,14 +151,24 @@ class PagedKVCache:
         return self._tensors.values()
 
     def poison_blocks(self, block_ids: Iterable[int]) -> None:
-        """Fill the pages of these blocks (ids of whole blocks, not kernel blocks) with NaN."""
-        ratio = self.blocks_per_block
-        ids = [b * ratio + i for b in block_ids for i in range(ratio)]
-        if not ids:
+        """Fill the pages of these blocks (ids of whole blocks, not kernel blocks) with NaN.
+
+        Raises:
+            CacheError: there is no such block; nothing has been written.
+        """
+        block_ids = list(block_ids)
+        for block in block_ids:
+            if not 0 <= block < self.num_blocks:
+                raise CacheError(
+                    f"there is no block {block}; ids run from 0 to {self.num_blocks - 1}"
+                )
+        if not block_ids:
             return
+        ratio = self.blocks_per_block
+        ids = [block * ratio + i for block in block_ids for i in range(ratio)]
         index = torch.tensor(ids, device=self.device)
-        for tensor in self._tensors.values():
-            tensor[index] = _nan_like(tensor)
+        for name, tensor in self._tensors.items():
+            tensor.movedim(self._block_dims.get(name, 0), 0)[index] = _nan_like(tensor)
 
     def _allocate(
         self,
@@ -164,7 +189,7 @@ class PagedKVCache:
                 backend, spec, num_kernel_blocks, kv_cache_dtype, self.device
             )
             if own is not None:
-                tensors[name] = own
+                tensors[name], self._block_dims[name] = own
         names = [n for n in kernel_specs if n not in tensors]
         shared = _storages(names, overlays, self.specs)
         if shared:
@@ -193,8 +218,14 @@ def _storages(
     specs: Mapping[str, AttentionSpec],
 ) -> list[list[str]]:
     """Layer names by the memory they lie in; layers in no overlay are alone."""
+    overlaid = [n for members in overlays or () for n in members]
+    for name in overlaid:
+        if name not in specs or overlaid.count(name) > 1:
+            raise CacheError(
+                f"overlays name layer {name!r} {overlaid.count(name)} times; name each layer of the "
+                f"specs ({', '.join(specs)}) at most once"
+            )
     groups = [[n for n in members if n in names] for members in overlays or ()]
-    overlaid = {n for members in groups for n in members}
     groups = [g for g in groups if g] + [[n] for n in names if n not in overlaid]
     for members in groups:
         sizes = {specs[name].page_size_bytes for name in members}
@@ -207,7 +238,7 @@ def _storages(
 
 
 def _split(specs: Iterable[AttentionSpec], block_size: int, kernel_block_size: int | None) -> int:
-    """Kernel blocks per block."""
+    """Kernel blocks per block, the same number for every layer."""
     if kernel_block_size is None:
         return 1
     if kernel_block_size < 1 or block_size % kernel_block_size:
@@ -215,18 +246,23 @@ def _split(specs: Iterable[AttentionSpec], block_size: int, kernel_block_size: i
             f"blocks of {block_size} tokens do not split into kernel blocks of {kernel_block_size}; "
             "give a divisor"
         )
-    if any(spec.page_size_padded is not None for spec in specs):
-        raise CacheError(
-            "a padded page cannot be split into kernel blocks; give a smaller block size"
-        )
-    return block_size // kernel_block_size
+    ratio = block_size // kernel_block_size
+    for spec in specs:
+        if spec.block_size % ratio:
+            raise CacheError(
+                f"blocks of {block_size} tokens split into {ratio}, but those of another layer have "
+                f"{spec.block_size} tokens; give a kernel_block_size that splits both"
+            )
+        if ratio > 1 and spec.page_size_padded is not None:
+            raise CacheError(
+                "a padded page cannot be split into kernel blocks; give a smaller block size"
+            )
+    return ratio
 
 
 def _nan_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A scalar that decodes to NaN, or for integers to the largest code."""
-    value = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
-    return torch.tensor(value, device=tensor.device).to(tensor.dtype)
-
-
-def _fill_nan(tensor: torch.Tensor) -> None:
-    tensor.copy_(_nan_like(tensor).expand(tensor.shape))
+    """An element of NaN; for integers one with every bit set, so that scales stored beside integer
+    codes (`formats`) are NaN too."""
+    if tensor.is_floating_point():
+        return torch.tensor(float("nan"), device=tensor.device).to(tensor.dtype)
+    return ~torch.zeros((), dtype=tensor.dtype, device=tensor.device)

@@ -32,5 +32,6 @@ def write_kv(
     written = slot_mapping >= 0
     slots = slot_mapping[written]
     blocks, offsets = slots // block_size, slots % block_size
-    kv_cache[blocks, :, offsets, :head_size] = key[:num_tokens][written].to(kv_cache.dtype)
-    kv_cache[blocks, :, offsets, head_size:] = value[:num_tokens][written].to(kv_cache.dtype)
+    keys, values = key[:num_tokens][written], value[:num_tokens][written]
+    kv_cache[blocks, :, offsets, :head_size] = keys.to(kv_cache.dtype)
+    kv_cache[blocks, :, offsets, head_size:] = values.to(kv_cache.dtype)
