@@ -37,16 +37,28 @@ def tokens(outputs) -> list[list[int]]:
     return [o.outputs[0].token_ids for o in outputs]
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("family", sorted(tiny_models.FAMILIES))
-def test_greedy_tokens_of_a_family_are_those_of_transformers(family, tmp_path):
+def test_greedy_tokens_of_a_family_are_those_of_transformers(family, backend, tmp_path):
     """Windows of 9 over pages of 4, several groups of layers, chunks of 5, poisoned pages."""
     model = tiny_models.make_model(family)
     model.save_pretrained(tmp_path)
     prompts = some_prompts(5, seed=3)
-    llm = make_llm(tmp_path, max_num_batched_tokens=5)
+    llm = make_llm(tmp_path, max_num_batched_tokens=5, backend=backend)
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
     assert tokens(outputs) == [tiny_models.greedy(model, p, 16) for p in prompts]
     assert llm.stats.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_greedy_tokens_on_triton_are_those_of_transformers(family, tmp_path):
+    pytest.importorskip("triton")
+    model = tiny_models.make_model(family, num_hidden_layers=2)
+    model.save_pretrained(tmp_path)
+    prompts = [[1, 2, 3, 4, 5, 6, 7], list(range(30, 60)), [9]]
+    llm = make_llm(tmp_path, max_num_batched_tokens=16, backend="triton", block_size=16)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    assert tokens(outputs) == [tiny_models.greedy(model, p, 5) for p in prompts]
 
 
 @pytest.mark.parametrize("budget", [3, 16, 1000])
@@ -95,18 +107,22 @@ def test_preemption_changes_no_token(folder):
         assert llm.stats.num_used_blocks == 0
 
 
-def test_a_shared_beginning_is_computed_once(folder):
+def test_a_shared_beginning_is_computed_once(tmp_path):
+    tiny_models.save_model(tmp_path, max_position_embeddings=1100)
     rng = random.Random(2)
-    shared = [rng.randrange(256) for _ in range(401)]
+    shared = [rng.randrange(256) for _ in range(1001)]
     prompts = [[*shared, n, n + 1] for n in range(5)]
-    llm = make_llm(folder, num_blocks=600)
+    llm = make_llm(tmp_path, num_blocks=600)
     outputs = llm.generate(prompts, GREEDY)
-    assert [o.num_cached_tokens for o in outputs] == [0, 400, 400, 400, 400]
-    assert llm.stats.num_computed_tokens == 403 + 4 * 3 + 5 * 11
-    assert llm.stats.num_cached_tokens == 1600
-    cold = make_llm(folder, num_blocks=600, enable_prefix_caching=False)
+    assert [o.num_cached_tokens for o in outputs] == [0, 1000, 1000, 1000, 1000]
+    # The first prompt, the others' last three tokens, and all but the last generated one.
+    assert llm.stats.num_computed_tokens == 1003 + 4 * 3 + 5 * 11
+    assert llm.stats.num_cached_tokens == 4000
+    assert llm.stats.num_used_blocks == 0
+    cold = make_llm(tmp_path, num_blocks=1400, enable_prefix_caching=False)
     assert tokens(cold.generate(prompts, GREEDY)) == tokens(outputs)
     assert cold.stats.num_cached_tokens == 0
+    assert cold.stats.num_computed_tokens == 5 * (1003 + 11)
 
 
 def test_a_window_group_and_a_full_group_share_a_beginning(tmp_path):

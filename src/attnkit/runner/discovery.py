@@ -42,6 +42,7 @@ class LayerFacts:
         sliding_window: keys a query sees, itself included; None: all.
         logits_soft_cap: None: no cap.
         sinks: (num_heads,) or None.
+        dtype: of queries, which need not be that of the weights (they may be quantised).
     """
 
     name: str
@@ -54,6 +55,7 @@ class LayerFacts:
     sliding_window: int | None
     logits_soft_cap: float | None
     sinks: torch.Tensor | None
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,6 +232,7 @@ def _facts(
         sliding_window=window,
         logits_soft_cap=options.get("softcap") or None,
         sinks=None if sinks is None else sinks.detach(),
+        dtype=call.query.dtype,
     )
 
 

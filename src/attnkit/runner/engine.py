@@ -244,16 +244,20 @@ class Engine:
 
     def abort(self, entries: Iterable[Entry]) -> None:
         """Cancel those of the entries that have not finished; their pages are free afterwards."""
+        unfinished = [entry for entry in entries if not entry.request.is_finished]
+        if not unfinished:
+            return  # without waiting for a step of other requests
         with self._lock:
-            for entry in entries:
+            for entry in unfinished:
                 self.scheduler.finish(entry.request.request_id, FinishReason.ABORT)
                 self._entries.pop(entry.request.request_id, None)
 
-    def advance(self, entry: Entry) -> None:
-        """Step until this entry has news; another thread's steps count."""
+    def advance(self, entry: Entry) -> StreamOutput:
+        """Step until this entry has news, and give them out; another thread's steps count."""
         with self._lock:
             while not entry.has_news:
                 self.step()
+            return entry.take()
 
     def step(self) -> None:
         """Run one step for whoever is scheduled. Nothing happens where no request is left."""

@@ -294,9 +294,7 @@ class LLM:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                if not entry.has_news:
-                    await loop.run_in_executor(self._executor, self.engine.advance, entry)
-                piece = entry.take()
+                piece = await loop.run_in_executor(self._executor, self.engine.advance, entry)
                 yield piece
                 if piece.finish_reason is not None:
                     return
@@ -313,8 +311,7 @@ class LLM:
         try:
             while True:
                 with _interrupts_after():
-                    self.engine.advance(entry)
-                piece = entry.take()
+                    piece = self.engine.advance(entry)
                 yield piece
                 if piece.finish_reason is not None:
                     return
@@ -446,13 +443,21 @@ def _default_cache_bytes(device: torch.device) -> int:
     return min(_CPU_CACHE_LIMIT, machine // 4)
 
 
-def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end an output, from the generation config, the config and the tokenizer."""
-    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return list(ids) if isinstance(ids, Sequence) else [int(ids)]
-    return []
+def _eos_token_ids(model: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end an output: the generation config's and the tokenizer's, else the config's.
+
+    Chat models end a turn with a token of their own, which some name in the one and some in the other.
+    """
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), tokenizer):
+        found |= _token_ids(getattr(source, "eos_token_id", None))
+    return found or _token_ids(getattr(model.config, "eos_token_id", None))
+
+
+def _token_ids(value: int | Sequence[int] | None) -> set[int]:
+    if value is None:
+        return set()
+    return {value} if isinstance(value, int) else set(value)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -34,7 +34,7 @@ class PackedModel:
 
     Attributes:
         model: transformers' module, in eval mode.
-        dtype: of its weights and of the attention.
+        dtype: of the attention.
         device: where it runs.
         max_model_len: longest sequence, in tokens.
         vocab_size: width of the logits.
@@ -68,11 +68,11 @@ class PackedModel:
             BackendError: no backend for one of its layers.
         """
         self.model = model.eval().requires_grad_(False)
-        weight = next(model.parameters())
-        self.dtype, self.device = weight.dtype, weight.device
+        self.device = next(model.parameters()).device
         self.max_model_len = _max_model_len(model, max_model_len)
         facts = _probe(model, self.max_model_len)
         _set_attention(model, hook.RUN)
+        self.dtype = facts[0].dtype
         self._modules = {fact.name: fact.module for fact in facts}
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.vocab_size = int(model.config.get_text_config().vocab_size)
@@ -164,7 +164,7 @@ class PackedModel:
             logits_soft_cap=fact.logits_soft_cap,
             sinks=fact.sinks,
             head_size_v=fact.head_size_v,
-            dtype=self.dtype,
+            dtype=fact.dtype,
             device=self.device,
             backend=backend,
             layer_name=fact.name,
@@ -239,7 +239,10 @@ def load_model(
     try:
         with _quiet_loading():
             outcome: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                checkpoint.source, dtype=chosen, output_loading_info=True
+                checkpoint.source,
+                dtype=chosen,
+                output_loading_info=True,
+                trust_remote_code=False,
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelError(
@@ -274,7 +277,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     import transformers
 
     try:
-        return transformers.AutoTokenizer.from_pretrained(checkpoint.source)
+        return transformers.AutoTokenizer.from_pretrained(
+            checkpoint.source, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise ModelError(
             f"{checkpoint.source} has no tokenizer that can be loaded: {error}; add the tokenizer's "
@@ -296,7 +301,7 @@ def _dtype(checkpoint: Checkpoint, dtype: str | torch.dtype, device: torch.devic
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(checkpoint.source)
+        config = transformers.AutoConfig.from_pretrained(checkpoint.source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"{checkpoint.source} has a configuration that transformers {transformers.__version__} "
