@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, ClassVar
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 from attnkit.conformance import verify
 from attnkit.conformance.laws import LAWS
 from attnkit.conformance.twin import TwinBackend, TwinImpl
-from attnkit.conformance.verify import Outcome
 from attnkit.contract import KVCacheLayout, KVCacheSpec, MultipleOf
 from attnkit.errors import BackendUnavailable, UnknownBackend
 
@@ -25,11 +25,21 @@ def test_a_right_backend_is_called_right() -> None:
 
 
 def test_filter_and_progress() -> None:
-    seen: list[Outcome] = []
-    report = verify("reference", filter="plain-decode", progress=seen.append)
-    assert [o.name for o in seen] == [o.name for o in report.outcomes]
-    assert {o.name for o in seen} == {f"case:plain-decode-{d}" for d in ("fp32", "bf16", "fp16")}
-    assert all(o.margin is not None and 0 < o.margin.out <= 1 for o in seen)
+    calls: list[tuple[int, int, str]] = []
+    report = verify("reference", filter="plain-decode", progress=lambda *call: calls.append(call))
+    names = [f"case:plain-decode-{dtype}" for dtype in ("fp32", "bf16", "fp16")]
+    assert calls == [(0, 3, names[0]), (1, 3, names[1]), (2, 3, names[2])]
+    assert [o.name for o in report.outcomes] == names
+    assert all(o.margin is not None and 0 < o.margin.out <= 1 for o in report.outcomes)
+
+
+def test_a_report_is_plain_values() -> None:
+    report = verify("reference", filter="plain-decode-fp32")
+    record = json.loads(json.dumps(report.as_dict()))
+    assert record["ok"]
+    assert record["num_cases"] == 1
+    assert record["outcomes"][0]["status"] == "passed"
+    assert 0 < record["outcomes"][0]["margin"]["out"] <= 1
 
 
 def test_every_law_runs_on_a_backend_that_claims_all() -> None:

@@ -6,10 +6,12 @@ what `suite` turns into tests of a test module.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -103,6 +105,11 @@ class Report:
         asked_cases = any(o.name.startswith("case:") for o in self.outcomes)
         return not self.failed and bool(self.passed) and (self.num_cases > 0 or not asked_cases)
 
+    def as_dict(self) -> dict[str, Any]:
+        """All of it in plain values, for JSON."""
+        summary = {"ok": self.ok, "num_cases": self.num_cases}
+        return {**summary, **dataclasses.asdict(self)}
+
     def __str__(self) -> str:
         lines = [
             f"{self.backend} on {self.device}: {'right' if self.ok else 'WRONG'}. "
@@ -119,7 +126,7 @@ def verify(
     *,
     device: torch.device | str = "cpu",
     filter: str | None = None,
-    progress: Callable[[Outcome], None] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> Report:
     """Judge a backend on everything it claims.
 
@@ -127,20 +134,19 @@ def verify(
         backend: a class, or a name as `attnkit.select` takes it (`path/to/file.py:Class` too).
         device: where to run.
         filter: only checks whose name contains this.
-        progress: called after each check.
+        progress: called before each check with how many are done, how many there are, and its name.
 
     Raises:
         BackendError: there is no such backend, or it cannot run on this machine.
     """
     subject = Subject.of(backend, device)
     started = time.perf_counter()
+    checks = [c for c in all_checks(subject) if filter is None or filter in c.name]
     outcomes = []
-    for check in all_checks(subject):
-        if filter is not None and filter not in check.name:
-            continue
-        outcomes.append(outcome_of(check))
+    for done, check in enumerate(checks):
         if progress is not None:
-            progress(outcomes[-1])
+            progress(done, len(checks), check.name)
+        outcomes.append(outcome_of(check))
     return Report(
         backend=subject.name,
         device=str(subject.device),
