@@ -8,6 +8,10 @@ so a batch of other lengths can be run without planning anew. Keys come in up to
 by the window's left edge, tiles that all rows see whole, and tiles cut by the diagonal or the end.
 """
 
+# The types of device code are Triton's: a literal is a constexpr, a range may hold tensors.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+
 import triton
 import triton.language as tl
 
@@ -61,6 +65,7 @@ def attend_run(
     end_key,
     row_first,
     row_end,
+    window,
     positions,
     slopes,
     log2_scale,
@@ -78,7 +83,6 @@ def attend_run(
     BLOCK_N: tl.constexpr,
     LINEAR: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Attend to the key tiles from run_start to run_end, which is a tile border unless MASKED.
@@ -116,7 +120,7 @@ def attend_run(
         s = scores(q, k, keys, positions, slopes, scale, soft_cap, LINEAR, ALIBI_SQRT)
         if MASKED:
             seen = keys[None, :] < row_end[:, None]
-            if HAS_WINDOW:
+            if window is not None:
                 seen = seen & (keys[None, :] >= row_first[:, None])
             s = tl.where(seen, s, float("-inf"))
         weights, top, total, fade = online_softmax(s, top, total, log2_scale)
@@ -241,8 +245,7 @@ def attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     # Run 0: cut by the window's left edge. 1: seen whole by all rows. 2: cut by diagonal or end.
-    HAS_WINDOW: tl.constexpr = window is not None
-    for run in tl.static_range(0 if HAS_WINDOW else 1, 3):
+    for run in tl.static_range(0 if window is not None else 1, 3):
         if run == 0:
             run_start, run_end = start, whole_start
         elif run == 1:
@@ -264,6 +267,7 @@ def attention_kernel(
             end_key,
             row_first,
             row_end,
+            window,
             positions,
             slopes,
             log2_scale,
@@ -281,7 +285,6 @@ def attention_kernel(
             BLOCK_N,
             LINEAR,
             ALIBI_SQRT,
-            HAS_WINDOW,
             run != 1,
         )
 

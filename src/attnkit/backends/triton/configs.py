@@ -96,15 +96,16 @@ def attention_config(
             config = KernelConfig(block_m=32, block_n=16, num_warps=8, num_stages=2)
         else:
             config = KernelConfig(block_m=16, block_n=16, num_warps=8, num_stages=2)
-    elif size <= 128:
+    elif padded(head_size) <= 256 and padded(head_size_v) <= 128:
         # 128 rows: half of them would read K and V from L2 twice as often, near its bandwidth.
         # Three stages, because a tile's K and V take longer to come than its products to compute.
         # 64: 128 registers, so two programs fit and one computes weights while the other multiplies.
-        # 128: 185 registers; 128 keys would spill.
+        # 128: 185 registers; 128 keys would spill. Registers are for values: keys may be 256 wide.
         config = KernelConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
     elif size <= 256:
-        # 245 registers; 64 keys spill. Without wgmma 128 rows spill too.
-        rows = 128 if gpu.has_wgmma else 64
+        # 245 registers; 64 keys spill. 128 rows spill where operands come from registers: without
+        # wgmma, or converted from a wider cache.
+        rows = 128 if gpu.has_wgmma and kv_itemsize <= itemsize else 64
         config = KernelConfig(block_m=rows, block_n=32, num_warps=8, num_stages=3)
     else:
         # 184 registers; 64 rows spill.
@@ -129,8 +130,13 @@ def decode_config(
     if itemsize == 4:
         keys = 32 if size <= 256 else 16
         config = DecodeConfig(block_m=16, block_n=keys, num_warps=8, num_stages=2)
+    elif rows <= 16 and size == 128:
+        # Measured on an H200 (benchmarks/triton-tiles-h200-*.jsonl), TB/s at 64 requests of 4096 keys
+        # and us for one of 32768: 4.25 and 50; 64 keys with 4 warps and 3 stages 3.39 and 41, with 4
+        # stages 4.13 and 43; 64 keys with 2 warps and 2 stages 4.37 and 58.
+        config = DecodeConfig(block_m=16, block_n=32, num_warps=2, num_stages=4)
     elif rows <= 16 or size > 256:
-        # 148 registers at 128: three programs a multiprocessor, each with 64 KB in flight.
+        # 64: 4.26 TB/s (as above); 2 stages 3.95, 2 warps 3.67.
         keys = 64 if size <= 128 else 32
         warps, stages = (4, 3) if size <= 256 else (8, 2)
         config = DecodeConfig(block_m=16, block_n=keys, num_warps=warps, num_stages=stages)

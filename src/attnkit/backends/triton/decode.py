@@ -9,6 +9,9 @@ one program may do them all and fold in registers, or many store their parts and
 them. The bits are the same, so they depend neither on batch mates nor on the number of programs.
 """
 
+# The types of device code are Triton's: a literal is a constexpr, a range may hold tensors.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
 

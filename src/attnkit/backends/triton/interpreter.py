@@ -29,7 +29,7 @@ def repair_bfloat16() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    builder = interpreter.InterpreterBuilder
+    builder: Any = interpreter.InterpreterBuilder
     if hasattr(builder.create_dot, "__wrapped__"):
         return
     create_dot, cast_impl = builder.create_dot, builder.cast_impl

@@ -167,7 +167,8 @@ def gpu_of(device: torch.device) -> Gpu:
     """What tile sizes depend on; a Hopper for devices that are none (the interpreter, "meta")."""
     if device.type != "cuda":
         return HOPPER
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    driver: Any = triton.runtime.driver.active
+    properties = driver.utils.get_device_properties(device.index or 0)
     return Gpu(
         num_sms=properties["multiprocessor_count"],
         shared_memory=properties["max_shared_mem"],

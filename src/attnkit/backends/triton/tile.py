@@ -10,6 +10,9 @@ comes first because it is exact where it matters: folded into one multiply-add, 
 would be rounded differently than max * log2_scale, and logits near 1e30 would overflow.
 """
 
+# The types of device code are Triton's: a literal is a constexpr, a range may hold tensors.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
 
@@ -176,10 +179,11 @@ def tanh(x, PRECISE: tl.constexpr):
     e = tl.exp2(size * (-2.0 * LOG2_E))
     far = (1.0 - e) / (1.0 + e)
     if PRECISE:
-        s = x * x
+        near = tl.minimum(size, 1.0)
+        s = near * near
         top = 135135.0 + s * (17325.0 + s * (378.0 + s))
         bottom = 135135.0 + s * (62370.0 + s * (3150.0 + s * 28.0))
-        far = tl.where(size < 1.0, size * top / bottom, far)
+        far = tl.where(size < 1.0, near * top / bottom, far)
     return tl.where(x < 0.0, -far, far)
 
 

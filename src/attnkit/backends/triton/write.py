@@ -4,6 +4,9 @@ In: packed keys and values and the slot of each token. Out: the cache; slot -1 w
 code; `launch.launch_write` starts it.
 """
 
+# The types of device code are Triton's: a literal is a constexpr, a range may hold tensors.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
 

@@ -1,0 +1,308 @@
+"""Compile every Triton kernel for a GPU that need not be here, and report what the build uses.
+
+In: an architecture such as "sm_90". Out: a `KernelReport` per kernel variant: registers, bytes that did
+not fit into them, shared memory, and how many Hopper matrix instructions there are. The calls are made
+by the launchers themselves, from tensors without memory, so what is compiled is what would be launched.
+
+Needs Triton, no GPU, and a process without TRITON_INTERPRET, in which nothing is compiled:
+`python -m attnkit.conformance.compile --arch sm_90 --json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from attnkit.backends.triton import configs, launch
+from attnkit.contract import AttentionVariant, DeviceCapability
+from attnkit.errors import ConfigurationError
+
+_GPUS = {
+    80: configs.Gpu(num_sms=108, shared_memory=166912, has_wgmma=False),
+    86: configs.Gpu(num_sms=84, shared_memory=101376, has_wgmma=False),
+    89: configs.Gpu(num_sms=128, shared_memory=101376, has_wgmma=False),
+    90: configs.HOPPER,
+}
+"""Architecture -> its largest device's multiprocessors and shared memory (CUDA C++ Programming Guide,
+technical specifications per compute capability)."""
+
+_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelReport:
+    """What a compiled kernel uses.
+
+    Attributes:
+        name: of the variant.
+        registers: per thread.
+        spill_bytes: local memory per thread, which holds what registers could not.
+        shared_bytes: shared memory per program.
+        num_warps: of a program.
+        wgmma: matrix instructions that read shared memory (sm_90).
+    """
+
+    name: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    num_warps: int
+    wgmma: int
+
+
+def compile_kernels(arch: str = "sm_90") -> list[KernelReport]:
+    """Compile a set of variants in which every kernel and every branch of a kernel occurs.
+
+    Args:
+        arch: sm_80, sm_86, sm_89 or sm_90.
+
+    Raises:
+        ConfigurationError: the architecture is not one of these, or TRITON_INTERPRET is set.
+    """
+    number = DeviceCapability.parse(arch).to_int()
+    if number not in _GPUS:
+        known = ", ".join(f"sm_{n}" for n in _GPUS)
+        raise ConfigurationError(f"arch {arch} has no known limits here; use one of {known}")
+    if not isinstance(launch.write_kernel, triton.JITFunction):
+        raise ConfigurationError(
+            "TRITON_INTERPRET is set, so kernels are Python and nothing is compiled; unset it"
+        )
+    return [_report(name, call, number) for name, call in _variants(_GPUS[number])]
+
+
+def _report(name: str, call: launch.KernelCall, arch: int) -> KernelReport:
+    compiled: Any = triton.compile(
+        _source(call),
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": call.num_warps, "num_stages": call.num_stages},
+    )
+    registers, local = _resources(compiled.asm["cubin"])
+    return KernelReport(
+        name=name,
+        registers=registers,
+        spill_bytes=local,
+        shared_bytes=compiled.metadata.shared,
+        num_warps=call.num_warps,
+        wgmma=compiled.asm["ptx"].count("wgmma.mma_async"),
+    )
+
+
+def _source(call: launch.KernelCall) -> ASTSource:
+    """What the runtime would compile for these arguments: 1 and None become constants, and multiples of
+    16 are marked, unless the kernel asks not to."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for parameter in call.kernel.params:
+        name, value = parameter.name, call.arguments[parameter.name]
+        is_one = type(value) is int and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or is_one:
+            signature[name] = "constexpr"
+            constants[name] = value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = "*" + _NAMES[value.dtype]
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[(parameter.num,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(parameter.num,)] = [["tt.divisibility", 16]]
+    return ASTSource(call.kernel, signature, constants, attributes)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, local bytes) of the one kernel in a cubin, as the CUDA tool of Triton's wheel says."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return int(found[1]), int(found[2])
+
+
+def _variants(gpu: configs.Gpu) -> Iterator[tuple[str, launch.KernelCall]]:
+    """Names and calls. "all" has every feature that adds code to the score or the mask."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    for size in (64, 128, 256, 512):
+        yield _attention(gpu, f"attention-bf16-{size}", size)
+    for size in (64, 128, 256):
+        yield _attention(gpu, f"attention-bf16-{size}-all", size, features=True)
+    yield _attention(gpu, "attention-bf16-128-page128", 128, page=128)
+    yield _attention(gpu, "attention-bf16-128-page5", 128, page=5)
+    yield _attention(gpu, "attention-bf16-80", 80)
+    yield _attention(gpu, "attention-bf16-192-128", 192, size_v=128)
+    yield _attention(gpu, "attention-bf16-128-group71", 128, heads=71, kv_heads=1)
+    yield _attention(gpu, "attention-bf16-64-encoder", 64, page=None)
+    yield _attention(gpu, "attention-bf16-128-cache-fp32", 128, cache=fp32)
+    yield _attention(gpu, "attention-bf16-256-cache-fp32", 256, cache=fp32)
+    yield _attention(gpu, "attention-fp16-128", 128, dtype=fp16)
+    yield _attention(gpu, "attention-fp16-128-cache-bf16", 128, dtype=fp16, cache=bf16)
+    for size in (64, 128):
+        yield _attention(gpu, f"attention-fp32-{size}", size, dtype=fp32)
+    for size in (64, 128, 256, 512):
+        for split in (False, True):
+            name = f"decode-bf16-{size}" + ("-split" if split else "")
+            yield from _decode(gpu, name, size, split=split)
+    yield from _decode(gpu, "decode-bf16-128-all", 128, features=True)
+    yield from _decode(gpu, "decode-bf16-128-page128", 128, page=128)
+    yield from _decode(gpu, "decode-bf16-80-split", 80, split=True)
+    yield from _decode(gpu, "decode-bf16-128-verify", 128, query_len=8, split=True)
+    yield from _decode(gpu, "decode-bf16-256-verify", 256, query_len=8, split=True)
+    yield from _decode(gpu, "decode-bf16-128-cache-fp32", 128, cache=fp32)
+    yield from _decode(gpu, "decode-fp16-128", 128, dtype=fp16)
+    yield from _decode(gpu, "decode-fp32-128-split", 128, dtype=fp32, split=True)
+    yield _write("write-bf16-128", 128, bf16)
+    yield _write("write-bf16-80", 80, bf16)
+    yield _write("write-fp32-128-cache-bf16", 128, fp32, cache=bf16)
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _operands(
+    size: int,
+    size_v: int,
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    page: int | None,
+    heads: int,
+    kv_heads: int,
+) -> launch.Operands:
+    num_tokens, num_reqs = 4096, 64
+    if page is None:
+        key = _empty(num_tokens, kv_heads, size, dtype=dtype)
+        value = _empty(num_tokens, kv_heads, size_v, dtype=dtype)
+        table = None
+    else:
+        pages = _empty(64, page, kv_heads, size + size_v, dtype=cache).transpose(1, 2)
+        key, value = pages[..., :size], pages[..., size:]
+        table = _empty(num_reqs, 256, dtype=torch.int32)
+    return launch.Operands(
+        query=_empty(num_tokens, heads, size, dtype=dtype),
+        key=key,
+        value=value,
+        output=_empty(num_tokens, heads, size_v, dtype=dtype),
+        lse=_empty(num_tokens, heads, dtype=torch.float32),
+        query_start_loc=_empty(num_reqs + 1, dtype=torch.int32),
+        kv_lens=_empty(num_reqs, dtype=torch.int32),
+        block_table=table,
+        causal=True,
+    )
+
+
+def _variant(size: int, heads: int, features: bool) -> AttentionVariant:
+    scale = size**-0.5
+    if not features:
+        return AttentionVariant.from_impl_args(num_heads=heads, scale=scale)
+    return AttentionVariant.from_impl_args(
+        num_heads=heads,
+        scale=scale,
+        sliding_window=1000,
+        logits_soft_cap=30.0,
+        alibi_slopes=[0.1] * heads,
+        sinks=torch.zeros(heads),
+    )
+
+
+def _attention(
+    gpu: configs.Gpu,
+    name: str,
+    size: int,
+    *,
+    size_v: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    cache: torch.dtype | None = None,
+    page: int | None = 16,
+    heads: int = 32,
+    kv_heads: int = 8,
+    features: bool = False,
+) -> tuple[str, launch.KernelCall]:
+    operands = _operands(size, size_v or size, dtype, cache or dtype, page, heads, kv_heads)
+    config = configs.attention_config(
+        size, size_v or size, dtype.itemsize, operands.key.element_size(), gpu
+    )
+    return name, launch.attention_call(operands, _variant(size, heads, features), config=config)
+
+
+def _decode(
+    gpu: configs.Gpu,
+    name: str,
+    size: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    cache: torch.dtype | None = None,
+    page: int = 16,
+    query_len: int = 1,
+    features: bool = False,
+    split: bool = False,
+) -> Iterator[tuple[str, launch.KernelCall]]:
+    heads, kv_heads = 32, 8
+    operands = _operands(size, size, dtype, cache or dtype, page, heads, kv_heads)
+    rows = query_len * heads // kv_heads
+    config = configs.decode_config(
+        size, size, dtype.itemsize, operands.key.element_size(), rows, gpu
+    )
+    parts = None
+    if split:
+        numel = launch.Parts.numel(operands, query_len, config.max_segments)
+        memory = _empty(numel, dtype=torch.float32)
+        parts = launch.Parts.of(memory, operands, query_len, config.max_segments)
+    calls = launch.decode_calls(
+        operands,
+        _variant(size, heads, features),
+        max_query_len=query_len,
+        num_splits=4 if split else 1,
+        parts=parts,
+        config=config,
+    )
+    for call, suffix in zip(calls, ("", "-merge"), strict=False):
+        yield name + suffix, call
+
+
+def _write(
+    name: str, size: int, dtype: torch.dtype, *, cache: torch.dtype | None = None
+) -> tuple[str, launch.KernelCall]:
+    operands = _operands(size, size, dtype, cache or dtype, 16, 8, 8)
+    rows = _empty(4096, 8, size, dtype=dtype)
+    slots = _empty(4096, dtype=torch.int64)
+    return name, launch.write_call(rows, rows, operands.key, operands.value, slots)
+
+
+def main() -> None:
+    """Print the reports, one a line, as text or JSON."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--arch", default="sm_90", help="sm_80, sm_86, sm_89 or sm_90")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    arguments = parser.parse_args()
+    for report in compile_kernels(arguments.arch):
+        print(json.dumps(asdict(report)) if arguments.json else report)
+
+
+if __name__ == "__main__":
+    main()
