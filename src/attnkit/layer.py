@@ -41,6 +41,7 @@ from attnkit.errors import BatchError, ConfigurationError
 from attnkit.select import AttentionRequest, select
 
 _COUNTER = itertools.count()
+_SCALES = ("_q_scale", "_k_scale", "_v_scale")
 _LAYERS: WeakValueDictionary[str, Attention] = WeakValueDictionary()
 """Handle -> layer: a custom op can only carry a string."""
 
@@ -90,6 +91,9 @@ class Attention(nn.Module):
     _k_scale: torch.Tensor
     _v_scale: torch.Tensor
     _prob_scale: torch.Tensor
+    _q_scale_float: float
+    _k_scale_float: float
+    _v_scale_float: float
 
     def __init__(
         self,
@@ -114,6 +118,7 @@ class Attention(nn.Module):
         block_size: int = 16,
         return_lse: bool = False,
         use_non_causal: bool = False,
+        use_per_head_quant_scales: bool = False,
         vllm_config: Any | None = None,
     ) -> None:
         """Choose a backend and build its impl.
@@ -139,6 +144,8 @@ class Attention(nn.Module):
             block_size: tokens in a kernel block.
             return_lse: return (output, lse).
             use_non_causal: batches with `causal` False will come.
+            use_per_head_quant_scales: `_q_scale`, `_k_scale` and `_v_scale` have one entry per KV head
+                instead of one for all.
             vllm_config: engine configuration handed to the builder; None: the defaults.
 
         Raises:
@@ -174,6 +181,7 @@ class Attention(nn.Module):
                 kv_cache_dtype=kv_cache_dtype,
                 block_size=block_size,
                 has_sink=sinks is not None,
+                use_per_head_quant_scales=use_per_head_quant_scales,
                 device_capability=DeviceCapability.of(self.device),
                 attn_type=self.attn_type.value,
                 has_sliding_window=sliding_window is not None,
@@ -210,9 +218,12 @@ class Attention(nn.Module):
         )
         if return_lse:
             self.impl.need_to_return_lse_for_decode = True
-        for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
-            self.register_buffer(name, torch.ones((), device=self.device), persistent=False)
-        self._q_scale_float = self._k_scale_float = self._v_scale_float = 1.0
+        self._scale_shape = (num_kv_heads,) if use_per_head_quant_scales else ()
+        for name in _SCALES:
+            ones = torch.ones(self._scale_shape, device=self.device)
+            self.register_buffer(name, ones, persistent=False)
+            setattr(self, f"{name}_float", _host_scale(ones))
+        self.register_buffer("_prob_scale", torch.ones((), device=self.device), persistent=False)
         # Older impls return a new tensor unless their backend accepts a buffer.
         parameter = inspect.signature(impl_cls.forward).parameters["output"]
         self._passes_output = (
@@ -274,12 +285,15 @@ class Attention(nn.Module):
         Args:
             layer_names: of the group; None: this layer alone.
         """
-        spec = self.get_kv_cache_spec() or FullAttentionSpec(
-            block_size=self.block_size,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            head_size_v=self.head_size_v,
-            dtype=kv_cache_torch_dtype(self.kv_cache_dtype, self.dtype),
+        spec = self.get_kv_cache_spec() or self.backend.customize_spec(
+            FullAttentionSpec(
+                block_size=self.block_size,
+                num_kv_heads=self.num_kv_heads,
+                head_size=self.head_size,
+                head_size_v=self.head_size_v,
+                dtype=kv_cache_torch_dtype(self.kv_cache_dtype, self.dtype),
+                kv_quant_mode=get_kv_quant_mode(self.kv_cache_dtype),
+            )
         )
         names = [self.layer_name] if layer_names is None else list(layer_names)
         return self.backend.get_builder_cls()(spec, names, self.vllm_config, self.device)
@@ -299,13 +313,37 @@ class Attention(nn.Module):
         return self._builder.build(0, common_attn_metadata)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Call once when a checkpoint's scales are loaded: host copies follow the tensors."""
+        """Call once when a checkpoint is loaded: scales are checked, and host copies follow them.
+
+        Scales go into `_q_scale`, `_k_scale` and `_v_scale` before: `fill_` or `copy_` in place, or a
+        tensor of any float dtype assigned. Formats without a scale from the layer do not read them.
+
+        Raises:
+            ConfigurationError: a scale is not finite, not above zero, or of another shape than one
+                number or, with `use_per_head_quant_scales`, one per KV head; nothing was changed.
+        """
+        scales = {name: self._checked_scale(name) for name in _SCALES}
+        for name, scale in scales.items():
+            setattr(self, name, scale)
+            setattr(self, f"{name}_float", _host_scale(scale))
         self.impl.process_weights_after_loading(act_dtype)
-        for name in ("_q_scale", "_k_scale", "_v_scale"):
-            scale: torch.Tensor = getattr(self, name)
-            if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-                raise ConfigurationError(f"{name} is {scale.tolist()}; scales are finite and > 0")
-            setattr(self, f"{name}_float", float(scale.max()))
+
+    def _checked_scale(self, name: str) -> torch.Tensor:
+        scale: torch.Tensor = getattr(self, name)
+        # One number may come from a checkpoint as shape (1,).
+        if scale.shape != self._scale_shape and (self._scale_shape or scale.numel() != 1):
+            per_head = f"({self.num_kv_heads},) for one per KV head"
+            wanted = per_head if self._scale_shape else "() for one number"
+            hint = "" if self._scale_shape else f"; {per_head} needs use_per_head_quant_scales=True"
+            raise ConfigurationError(
+                f"{name} of layer {self.layer_name} has shape {tuple(scale.shape)}; give {wanted}{hint}"
+            )
+        scale = scale.detach().to(self.device, torch.float32).reshape(self._scale_shape)
+        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+            raise ConfigurationError(
+                f"{name} of layer {self.layer_name} is {scale.tolist()}; give finite numbers above 0"
+            )
+        return scale
 
     def forward(
         self,
@@ -425,6 +463,11 @@ class Attention(nn.Module):
                 f"{name} of layer {self.layer_name} is {x.dtype}, the layer was built for {self.dtype}"
             )
         return x
+
+
+def _host_scale(scale: torch.Tensor) -> float:
+    """The host copy of a scale. No one number stands for several: NaN shows where it is used as one."""
+    return float(scale) if scale.dim() == 0 else math.nan
 
 
 def _check_batch(batch: CommonAttentionMetadata) -> None:

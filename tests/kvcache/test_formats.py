@@ -211,6 +211,26 @@ def test_vectors_of_denormals_have_the_least_scale(name: str) -> None:
     assert (back[0, 2].double() + 2.0**-149).abs() <= 2.0**-136
 
 
+@pytest.mark.parametrize(("scale", "tie", "even"), [(0.3, 1.5625, 1.5), (0.007, 1.1875, 1.25)])
+def test_quotients_are_divided(scale: float, tie: float, even: float) -> None:
+    """A tie that multiplying with 1 / scale turns into another code."""
+    step = np.float32(scale)
+    x = np.float32(tie) * step
+    assert x / step == tie
+    assert x * (np.float32(1) / step) != tie
+    code = cache_format("fp8").encode(
+        torch.zeros(1, 1, 1), torch.full((1, 1, 1), float(x)), ONE, torch.tensor(scale)
+    )
+    assert code[..., 1].float() == even
+
+
+def test_nvfp4_ties_go_to_the_even_code() -> None:
+    x = [6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    wanted = [6.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    both = [[*x, *(-y for y in x)]]
+    assert round_trip("nvfp4", both).tolist() == [[*wanted, *(-y for y in wanted)]]
+
+
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_e5m2"])
 def test_a_nan_stays_where_it_is(name: str) -> None:
     back = round_trip(name, [[math.nan, 1.0, -math.nan, 2.0]])
@@ -225,6 +245,11 @@ def test_a_nan_spreads_over_what_shares_its_scale_and_no_further(name: str) -> N
     wanted = torch.zeros(3, 32, dtype=torch.bool)
     wanted[1, 16 if name == "nvfp4" else 0 :] = True
     assert torch.equal(lost, wanted)
+    data = bytes_of(name, np.zeros((3, 1, 16), dtype=np.float32), x[:, None].numpy())
+    first = sum(side_bytes(name, 16))
+    zero = 0x88 if name == "int4_per_token_head" else 0
+    codes = data[1, 0, first : first + side_bytes(name, 32)[0]]
+    assert (codes[8 if name == "nvfp4" else 0 :] == zero).all()
 
 
 @pytest.mark.parametrize("name", QUANTISED)
