@@ -41,9 +41,8 @@ def allocate(
     """
     if layout.is_layer_compact:
         return [_views(specs, num_blocks, layout, device) for specs in storages]
-    first = storages[0][0]
-    alike = all(_page(spec) == _page(first) for specs in storages for spec in specs)
-    if not alike or first.page_size_padded is not None:
+    first, everyone = storages[0][0], [spec for specs in storages for spec in specs]
+    if any(_page(s) != _page(first) or s.page_size_padded is not None for s in everyone):
         raise CacheError(
             f"layout {layout.name} interleaves layers, so their pages need one shape without "
             "padding; use HND or NHD for layers that differ"
@@ -127,7 +126,7 @@ def _views(
     """One piece of memory, seen through each spec."""
     first = specs[0]
     order = [dim - 1 for dim in layout.value[1:]]
-    if first.page_size_padded is None and all(_page(spec) == _page(first) for spec in specs):
+    if all(_page(s) == _page(first) and s.page_size_padded is None for s in specs):
         shape = (num_blocks, *_page(first)[:3])
         memory = _zeros([shape[dim] for dim in order], first.dtype, device)
         return [memory.permute([order.index(dim) for dim in range(4)])] * len(specs)
