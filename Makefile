@@ -11,8 +11,7 @@ run: $(VENV)/.run
 	$(BIN)/attnkit generate "What is the capital of France?" --max-tokens 24
 
 test: check
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m triton tests
+	$(BIN)/python -m pytest -q -n auto --dist worksteal
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check src tests benchmarks

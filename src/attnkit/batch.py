@@ -14,6 +14,7 @@ import torch
 
 from attnkit.contract import CommonAttentionMetadata, DeviceCapability
 from attnkit.errors import BatchError
+from attnkit.upload import Upload
 
 _INT32_MAX = np.iinfo(np.int32).max
 
@@ -117,25 +118,27 @@ def make_batch(
             f"one torch.bool for each of the {num_reqs} requests"
         )
 
-    host, device_parts = _upload(
-        torch.device(device), query_start_loc, seqs, table.ravel(), slots, positions
-    )
-    start_d, seqs_d, table_d, slots_d, positions_d = device_parts
-    start_cpu, seqs_cpu = host[:2]
+    upload = Upload(torch.device(device))
+    starts = upload.add(query_start_loc, np.int32)
+    lens = upload.add(seqs, np.int32)
+    pages_of = upload.add(table, np.int32)
+    slots_of = upload.add(slots, np.int64)
+    positions_of = upload.add(positions, np.int64)
+    host, moved = upload.send()
     return CommonAttentionMetadata(
-        query_start_loc=start_d,
-        query_start_loc_cpu=start_cpu,
-        seq_lens=seqs_d,
+        query_start_loc=moved[starts],
+        query_start_loc_cpu=host[starts],
+        seq_lens=moved[lens],
         num_reqs=num_reqs,
         num_actual_tokens=num_tokens,
         max_query_len=int(queries.max(initial=0)),
         max_seq_len=int(seqs.max(initial=0)),
-        block_table_tensor=table_d.view(num_reqs, table.shape[1]),
-        slot_mapping=slots_d.view(torch.int64),
+        block_table_tensor=moved[pages_of].view(table.shape),
+        slot_mapping=moved[slots_of],
         causal=causal.to(device) if isinstance(causal, torch.Tensor) else causal,
-        positions=positions_d.view(torch.int64),
+        positions=moved[positions_of],
         is_prefilling=torch.from_numpy(prefilling & (queries > 0)),
-        seq_lens_cpu_upper_bound=seqs_cpu,
+        seq_lens_cpu_upper_bound=host[lens],
     )
 
 
@@ -147,34 +150,3 @@ def _integers(name: str, values: Sequence[int]) -> np.ndarray:
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise BatchError(f"{name} is {array.dtype} of shape {array.shape}; give whole numbers")
     return array.astype(np.int64)
-
-
-_ALIGNMENT = 32
-"""Int32 elements between the starts of two parts: 128 bytes, so that every part is aligned for
-vector loads and a kernel is not compiled twice for two alignments."""
-
-
-def _upload(
-    device: torch.device, *parts: np.ndarray
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Pack int64 arrays into one int32 buffer and copy it up once.
-
-    The last two keep 64 bits (as pairs of int32), the others are narrowed.
-
-    Returns:
-        The parts on the host, and on `device`.
-    """
-    wide = len(parts) - 2
-    sizes = [part.size * (2 if i >= wide else 1) for i, part in enumerate(parts)]
-    offsets = np.cumsum([0] + [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes])
-    buffer = torch.empty(int(offsets[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
-    packed = buffer.numpy()
-    for i, part in enumerate(parts):
-        view = packed[offsets[i] : offsets[i] + sizes[i]]
-        view[:] = part.view(np.int32) if i >= wide else part
-    moved = buffer.to(device, non_blocking=True)
-
-    def split(source: torch.Tensor) -> list[torch.Tensor]:
-        return [source[offsets[i] : offsets[i] + sizes[i]] for i in range(len(parts))]
-
-    return split(buffer), split(moved)

@@ -7,7 +7,7 @@ buffer that goes up in one copy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,10 +16,7 @@ from attnkit.contract import CommonAttentionMetadata
 from attnkit.kvcache.blocks import NULL_BLOCK
 from attnkit.runner.request import Request
 from attnkit.runner.scheduler import SchedulerOutput
-
-_ALIGNMENT = 32
-"""Int32 elements between the starts of two parts: 128 bytes, so that a kernel that specialises on
-alignment is compiled once."""
+from attnkit.upload import Upload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,44 +36,6 @@ class StepInputs:
     logits_indices: torch.Tensor
     batches: list[CommonAttentionMetadata]
     sampled: list[Request]
-
-
-@dataclass(slots=True)
-class _Packer:
-    """Arrays that travel in one int32 buffer; 64-bit ones as pairs."""
-
-    device: torch.device
-    parts: list[np.ndarray] = field(default_factory=list)
-
-    def add(self, array: np.ndarray, dtype: type[np.integer]) -> int:
-        """Take a copy of the values as `dtype`; returns the part's number."""
-        self.parts.append(np.ascontiguousarray(array, dtype=dtype).reshape(-1))
-        return len(self.parts) - 1
-
-    def upload(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The parts on the host, and on the device after one copy (none on a CPU)."""
-        sizes = [part.nbytes // 4 for part in self.parts]
-        offsets = np.cumsum([0] + [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes])
-        buffer = torch.empty(
-            int(offsets[-1]), dtype=torch.int32, pin_memory=self.device.type == "cuda"
-        )
-        packed = buffer.numpy()
-        for part, offset, size in zip(self.parts, offsets, sizes, strict=False):
-            packed[offset : offset + size] = part.view(np.int32)
-        moved = buffer.to(self.device, non_blocking=True)
-        return self._split(buffer, offsets, sizes), self._split(moved, offsets, sizes)
-
-    def _split(
-        self, buffer: torch.Tensor, offsets: np.ndarray, sizes: list[int]
-    ) -> list[torch.Tensor]:
-        return [
-            part if array.itemsize == 4 else part.view(torch.int64)
-            for array, part in zip(
-                self.parts,
-                (buffer[o : o + size] for o, size in zip(offsets, sizes, strict=False)),
-                strict=True,
-            )
-        ]
 
 
 def build_step(
@@ -109,12 +68,12 @@ def build_step(
     positions = np.arange(num_tokens) + (contexts - query_start_loc[:-1])[rows]
     samples = np.array([item.samples for item in items])
 
-    packer = _Packer(device)
-    part_ids = packer.add(np.array(token_ids), np.int64)
-    part_positions = packer.add(positions, np.int64)
-    part_logits = packer.add(query_start_loc[1:][samples] - 1, np.int64)
-    part_starts = packer.add(query_start_loc, np.int32)
-    part_lens = packer.add(seq_lens, np.int32)
+    upload = Upload(device)
+    part_ids = upload.add(np.array(token_ids), np.int64)
+    part_positions = upload.add(positions, np.int64)
+    part_logits = upload.add(query_start_loc[1:][samples] - 1, np.int64)
+    part_starts = upload.add(query_start_loc, np.int32)
+    part_lens = upload.add(seq_lens, np.int32)
     part_groups = []
     for group, block_size in enumerate(block_sizes):
         table = _table(output, group, seq_lens, block_size)
@@ -123,8 +82,8 @@ def build_step(
         slots = blocks * block_size + positions % block_size
         if blocks_per_block > 1:
             table = _kernel_table(table, blocks_per_block)
-        part_groups.append((packer.add(table, np.int32), packer.add(slots, np.int64), table.shape))
-    host, moved = packer.upload()
+        part_groups.append((upload.add(table, np.int32), upload.add(slots, np.int64), table.shape))
+    host, moved = upload.send()
     is_prefilling = torch.tensor([item.request.is_prefilling for item in items])
     batches = [
         CommonAttentionMetadata(
