@@ -1,4 +1,4 @@
-"""make_batch: tensors that agree with each other; what contradicts itself is refused before any is made."""
+"""make_batch: tensors that agree with each other; a contradiction is refused before any is made."""
 
 from __future__ import annotations
 
@@ -167,7 +167,12 @@ GOOD: dict[str, Any] = {
         ),
         ({"causal": torch.tensor([True])}, r"causal is a tensor of shape \(1,\)"),
         ({"causal": torch.tensor([1, 0])}, "torch.int64; give a bool, or one torch.bool"),
-        ({"seq_lens": [2**40, 17]}, "request 0 has 1099511627776 tokens, which need 68719476736"),
+        ({"seq_lens": [2**40, 17]}, "request 0 has 2 new tokens but 1099511627776"),
+        (
+            {"seq_lens": [2**32, 17], "block_size": 2**31 - 1, "block_tables": [[3, 4, 5], [1]]},
+            "request 0 has 2 new tokens but 4294967296 in all",
+        ),
+        ({"block_size": 2**31}, "block_size 2147483648"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], named: str) -> None:

@@ -47,61 +47,16 @@ def make_batch(
             two tokens would be written to one place.
         ConfigurationError: there is no such device.
     """
-    num_reqs = len(query_lens)
-    if len(seq_lens) != num_reqs or len(block_tables) != num_reqs:
-        raise BatchError(
-            f"{num_reqs} query lengths, {len(seq_lens)} sequence lengths and {len(block_tables)} "
-            "block tables were given; give one of each per request"
-        )
-    if block_size < 1:
-        raise BatchError(f"block_size {block_size} is not allowed; give at least 1")
     DeviceCapability.of(device)
-    queries = _integers("query_lens", query_lens)
-    seqs = _integers("seq_lens", seq_lens)
-    for r in np.flatnonzero((queries < 0) | (queries > seqs)):
-        raise BatchError(
-            f"request {r} has {queries[r]} new tokens but {seqs[r]} in all; "
-            "seq_lens counts the new tokens too, and neither may be negative"
-        )
-    pages = -(-seqs // block_size)
-    for r, ids in enumerate(block_tables):
-        if len(ids) < pages[r]:
-            raise BatchError(
-                f"request {r} has {seqs[r]} tokens, which need {pages[r]} blocks of {block_size}, "
-                f"but its block table has {len(ids)}"
-            )
-    table = np.zeros((num_reqs, max(1, int(pages.max(initial=0)))), dtype=np.int64)
-    for r, ids in enumerate(block_tables):
-        table[r, : pages[r]] = _integers(f"the block table of request {r}", ids[: pages[r]])
-    bad = (table < 0) | (table > _INT32_MAX)
-    if bad.any():
-        r, column = np.argwhere(bad)[0]
-        raise BatchError(
-            f"request {r} has block id {table[r, column]}; ids count from 0 and fit into int32"
-        )
-
+    queries, seqs = _lengths(query_lens, seq_lens, len(block_tables))
+    table = _table(block_tables, seqs, block_size)
+    num_reqs = len(queries)
     query_start_loc = np.zeros(num_reqs + 1, dtype=np.int64)
     np.cumsum(queries, out=query_start_loc[1:])
     num_tokens = int(query_start_loc[-1])
     rows = np.repeat(np.arange(num_reqs), queries)
     positions = np.arange(num_tokens) - query_start_loc[rows] + (seqs - queries)[rows]
-    blocks = table[rows, positions // block_size]
-    if (blocks == 0).any():
-        t = int(np.flatnonzero(blocks == 0)[0])
-        raise BatchError(
-            f"request {rows[t]} would write position {positions[t]} into block 0, the null block; "
-            "give it a block of its own"
-        )
-    slots = blocks * block_size + positions % block_size
-    order = np.argsort(slots, kind="stable")
-    twice = np.flatnonzero(slots[order[1:]] == slots[order[:-1]])
-    if twice.size:
-        a, b = order[twice[0]], order[twice[0] + 1]
-        raise BatchError(
-            f"requests {rows[a]} and {rows[b]} would write positions {positions[a]} and {positions[b]} "
-            f"into the same place of block {blocks[a]}; give each a block of its own"
-        )
-
+    slots = _slots(table, rows, positions, block_size)
     prefilling = queries == seqs
     if is_prefilling is not None:
         prefilling = np.asarray(is_prefilling, dtype=bool)
@@ -140,6 +95,66 @@ def make_batch(
         is_prefilling=torch.from_numpy(prefilling & (queries > 0)),
         seq_lens_cpu_upper_bound=host[lens],
     )
+
+
+def _lengths(
+    query_lens: Sequence[int], seq_lens: Sequence[int], num_tables: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both lengths of every request, int64 (num_reqs,)."""
+    queries, seqs = _integers("query_lens", query_lens), _integers("seq_lens", seq_lens)
+    if not len(queries) == len(seqs) == num_tables:
+        raise BatchError(
+            f"{len(queries)} query lengths, {len(seqs)} sequence lengths and {num_tables} "
+            "block tables were given; give one of each per request"
+        )
+    for r in np.flatnonzero((queries < 0) | (queries > seqs) | (seqs > _INT32_MAX)):
+        raise BatchError(
+            f"request {r} has {queries[r]} new tokens but {seqs[r]} in all; seq_lens counts the new "
+            f"tokens too, neither may be negative, and {_INT32_MAX} is the most"
+        )
+    return queries, seqs
+
+
+def _table(block_tables: Sequence[Sequence[int]], seqs: np.ndarray, block_size: int) -> np.ndarray:
+    """Block ids int64 (num_reqs, width), 0 past the end of a request."""
+    if not 1 <= block_size <= _INT32_MAX:
+        raise BatchError(f"block_size {block_size} is not allowed; give 1 to {_INT32_MAX}")
+    pages = -(-seqs // block_size)
+    for r, ids in enumerate(block_tables):
+        if len(ids) < pages[r]:
+            raise BatchError(
+                f"request {r} has {seqs[r]} tokens, which need {pages[r]} blocks of {block_size}, "
+                f"but its block table has {len(ids)}"
+            )
+    table = np.zeros((len(seqs), max(1, int(pages.max(initial=0)))), dtype=np.int64)
+    for r, ids in enumerate(block_tables):
+        table[r, : pages[r]] = _integers(f"the block table of request {r}", ids[: pages[r]])
+    for r, column in np.argwhere((table < 0) | (table > _INT32_MAX)):
+        raise BatchError(
+            f"request {r} has block id {table[r, column]}; ids count from 0 and fit into int32"
+        )
+    return table
+
+
+def _slots(
+    table: np.ndarray, rows: np.ndarray, positions: np.ndarray, block_size: int
+) -> np.ndarray:
+    """Where each token is written, int64 (num_tokens,)."""
+    blocks = table[rows, positions // block_size]
+    for t in np.flatnonzero(blocks == 0):
+        raise BatchError(
+            f"request {rows[t]} would write position {positions[t]} into block 0, the null block; "
+            "give it a block of its own"
+        )
+    slots = blocks * block_size + positions % block_size
+    order = np.argsort(slots, kind="stable")
+    for i in np.flatnonzero(slots[order[1:]] == slots[order[:-1]]):
+        a, b = order[i], order[i + 1]
+        raise BatchError(
+            f"requests {rows[a]} and {rows[b]} would write positions {positions[a]} and {positions[b]} "
+            f"into the same place of block {blocks[a]}; give each a block of its own"
+        )
+    return slots
 
 
 def _integers(name: str, values: Sequence[int]) -> np.ndarray:
