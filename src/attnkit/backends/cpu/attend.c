@@ -55,33 +55,38 @@ INLINE void prefetch_row(const char *p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
 }
 
-/* scores[r][j] = q[r] . key[j] for `rows` <= ROWS rows and keys from..to of a tile. Key pointers
- * exist up to the next multiple of KEYS. On the way the first half of the next tile is fetched. */
+/* Scores and weights of ROWS rows over a tile stand in groups of KEYS keys: group, row, key. */
+#define GROUP (ROWS * KEYS)
+INLINE int at_key(int j) { return j / KEYS * GROUP + j % KEYS; } /* of row 0; row r: + r * KEYS */
+
+/* The scores of `rows` <= ROWS rows with keys from..to of a tile. Key pointers exist for whole
+ * groups. On the way the first half of the next tile is fetched. */
 INLINE void score_rows(const int rows, const int dtype, const float *q, int64_t q_stride,
                        const char *const *keys, int64_t num_pieces, int from, int to, float *scores,
                        const char *const *fetch, int64_t fetch_bytes) {
   const int64_t piece_bytes = PIECE * size_of(dtype);
   for (int j = from - from % KEYS; j < to; j += KEYS) {
-    vec sums[ROWS * KEYS];
-    float dots[ROWS * KEYS + LANES];
+    vec sums[GROUP], x = {0};
     UNROLL
     for (int i = 0; i < rows * KEYS; ++i) sums[i] = (vec){0};
     for (int t = 0; fetch && t < KEYS / 2; ++t) prefetch_row(fetch[j / 2 + t], fetch_bytes);
     for (int64_t c = 0; c < num_pieces; ++c) {
+      const float *row = q + c * PIECE;
       vec a[KEYS], b[KEYS];
       UNROLL
       for (int t = 0; t < KEYS; ++t) load_pair(keys[j + t] + c * piece_bytes, dtype, &a[t], &b[t]);
-      const float *row = q + c * PIECE;
       UNROLL
-      for (int i = 0; i < rows * KEYS; ++i)
-        sums[i] += load_vec(row + i / KEYS * q_stride) * a[i % KEYS];
+      for (int i = 0; i < rows * KEYS; ++i) {
+        if (i % KEYS == 0) x = load_kept(row + i / KEYS * q_stride);
+        sums[i] += x * a[i % KEYS];
+      }
       UNROLL
-      for (int i = 0; i < rows * KEYS; ++i)
-        sums[i] += load_vec(row + i / KEYS * q_stride + LANES) * b[i % KEYS];
+      for (int i = 0; i < rows * KEYS; ++i) {
+        if (i % KEYS == 0) x = load_kept(row + i / KEYS * q_stride + LANES);
+        sums[i] += x * b[i % KEYS];
+      }
     }
-    fold_lanes(SUM, sums, rows * KEYS, dots);
-    for (int r = 0; r < rows; ++r)
-      for (int t = 0; t < KEYS; ++t) scores[r * TILE + j + t] = dots[r * KEYS + t];
+    sum_lanes(sums, rows * KEYS, scores + j * ROWS);
   }
 }
 
@@ -96,14 +101,18 @@ INLINE void value_columns(const int rows, const int dtype, const int pieces, con
   vec sums[ROWS * 2 * PIECES];
   UNROLL
   for (int i = 0; i < rows * n; ++i) sums[i] = load_vec(acc + i / n * acc_stride + i % n * LANES);
-  for (int j = from; j < to; ++j) {
-    if (fetch && j % fetch_every == 0) prefetch_row(fetch[j / fetch_every], fetch_bytes);
+  int wait = 0;
+  for (int j = from; j < to; ++j, --wait) {
+    if (fetch && wait == 0) {
+      prefetch_row(*fetch++, fetch_bytes);
+      wait = fetch_every;
+    }
     vec v[2 * PIECES];
     UNROLL
     for (int c = 0; c < pieces; ++c)
       load_pair(values[j] + offset + c * piece_bytes, dtype, &v[2 * c], &v[2 * c + 1]);
     UNROLL
-    for (int i = 0; i < rows * n; ++i) sums[i] += weights[i / n * TILE + j] * v[i % n];
+    for (int i = 0; i < rows * n; ++i) sums[i] += weights[at_key(j) + i / n * KEYS] * v[i % n];
   }
   UNROLL
   for (int i = 0; i < rows * n; ++i) store_vec(acc + i / n * acc_stride + i % n * LANES, sums[i]);
@@ -185,12 +194,16 @@ struct span {
 struct unit {
   int64_t req, kv_head, first_row; /* rows are query-major: token, then head of the group */
   int rows;
-  struct span keys[MAX_ROWS];            /* that a row sees */
-  int64_t pos[MAX_ROWS], head[MAX_ROWS]; /* absolute position of its token, its query head */
-  float largest[MAX_ROWS], denominator[MAX_ROWS]; /* of the scores so far, in base 2 */
+  struct span keys[MAX_ROWS]; /* that a row sees */
+  int64_t head[MAX_ROWS];
+  float largest[MAX_ROWS], denominator[MAX_ROWS]; /* of the scores, in base 2 */
   float *q, *acc; /* (MAX_ROWS, q_width), (MAX_ROWS, v_width) in lane order */
-  float *scores;  /* (MAX_ROWS, TILE) */
+  float *scores;  /* (MAX_ROWS / ROWS, TILE / KEYS, GROUP) */
   float *wide;    /* (TILE, q_width) and (TILE, v_width), where rows are widened */
+  struct {        /* the same per row, KEYS times each, for vectors of scores */
+    int32_t lo[MAX_ROWS * KEYS], hi[MAX_ROWS * KEYS], pos[MAX_ROWS * KEYS];
+    float slope[MAX_ROWS * KEYS], largest[MAX_ROWS * KEYS], denominator[MAX_ROWS * KEYS];
+  } lane;
 };
 
 /* Keys that query i of a request may see. */
@@ -246,66 +259,61 @@ static void widen_rows(const char **rows, int from, int to, int64_t size, int64_
   for (int t = to; t % KEYS; ++t) rows[t] = rows[to - 1];
 }
 
+/* Turn raw scores of ROWS rows over a tile into weights, and rescale their earlier sums. A lane is
+ * one row and one of KEYS neighbouring keys; its denominator counts those keys alone. Rows that do
+ * not exist see nothing. */
+static void softmax_block(const struct job *j, struct unit *u, int64_t base, int from, int to,
+                          int first, float *scores) {
+  const struct layer *l = j->layer;
+  const float log2e = 1.44269504f, cap = l->soft_cap;
+  const float scale = cap != 0.0f ? l->scale / cap : l->scale * log2e;
+  float factors[GROUP];
+  for (int i = 0; i < GROUP; i += LANES) {
+    const int lane = first * KEYS + i;
+    vec s[TILE / KEYS], best = splat(-INFINITY);
+    vec_i key, lo = load_ints(u->lane.lo + lane), hi = load_ints(u->lane.hi + lane);
+    for (int n = 0; n < LANES; ++n) key[n] = (int32_t)base + n % KEYS;
+    for (int g = 0; g < TILE / KEYS; ++g, key += KEYS) {
+      vec x = load_vec(scores + g * GROUP + i) * scale;
+      if (cap != 0.0f) x = tanh_safe(x) * (cap * log2e);
+      if (l->slopes) {
+        vec behind = __builtin_convertvector(load_ints(u->lane.pos + lane) - key, vec);
+        if (l->alibi_sqrt)
+          for (int n = 0; n < LANES; ++n) behind[n] = sqrtf(behind[n] > 0.0f ? behind[n] : 0.0f);
+        x -= load_vec(u->lane.slope + lane) * behind;
+      }
+      const vec_i in_tile = (key >= (int32_t)base + from) & (key < (int32_t)base + to);
+      s[g] = pick((key >= lo) & (key < hi) & in_tile, x, splat(-INFINITY));
+      best = larger(s[g], best);
+    }
+    const vec before = load_vec(u->lane.largest + lane),
+              top = larger(largest_of_keys(best), before);
+    /* Before a row has seen a key, 0 is subtracted: -inf - -inf would be NaN. */
+    const vec zero = pick(top == -INFINITY, splat(0.0f), top);
+    const vec factor = exp2_nonpositive(before - zero);
+    vec sum = load_vec(u->lane.denominator + lane) * factor;
+    for (int g = 0; g < TILE / KEYS; ++g) {
+      const vec p = exp2_nonpositive(s[g] - zero);
+      store_vec(scores + g * GROUP + i, p);
+      sum += p;
+    }
+    store_vec(u->lane.largest + lane, top);
+    store_vec(u->lane.denominator + lane, sum);
+    store_vec(factors + i, factor);
+  }
+  for (int r = 0; r < ROWS && first + r < u->rows; ++r) {
+    float *acc = u->acc + (first + r) * j->v_width, factor = factors[r * KEYS];
+    if (factor != 1.0f)
+      for (int64_t i = 0; i < j->v_width; i += LANES)
+        store_vec(acc + i, load_vec(acc + i) * factor);
+  }
+}
+
 /* The part of `keys` in a tile whose keys from..to exist, counted from the tile's start. */
 INLINE struct span in_tile(struct span keys, int64_t base, int from, int to) {
   keys.lo = keys.lo - base > from ? keys.lo - base : from;
   keys.hi = keys.hi - base < to ? keys.hi - base : to;
   return keys.lo < keys.hi ? keys : (struct span){to, to};
-}
-
-/* Turn raw scores of up to ROWS rows over a tile into weights, and rescale their earlier sums. */
-static void softmax_block(const struct job *j, struct unit *u, int64_t base, int from, int to,
-                          int first, int rows, float *scores) {
-  const struct layer *l = j->layer;
-  const float log2e = 1.44269504f, cap = l->soft_cap;
-  const float scale = cap != 0.0f ? l->scale / cap : l->scale * log2e;
-  vec s[ROWS][TILE / LANES], best[ROWS], sum[ROWS];
-  vec_i key;
-  for (int i = 0; i < LANES; ++i) key[i] = i;
-  for (int r = 0; r < ROWS; ++r) best[r] = splat(-INFINITY), sum[r] = splat(0.0f);
-  for (int r = 0; r < rows; ++r) {
-    const int64_t row = first + r;
-    const struct span seen = in_tile(u->keys[row], base, from, to);
-    const int32_t lo = seen.lo, hi = seen.hi;
-    for (int i = 0; i < TILE / LANES; ++i) {
-      const vec_i t = key + i * LANES;
-      vec x = load_vec(scores + r * TILE + i * LANES) * scale;
-      if (cap != 0.0f) x = tanh_safe(x) * (cap * log2e);
-      if (l->slopes) {
-        vec behind = __builtin_convertvector((int32_t)(u->pos[row] - base) - t, vec);
-        if (l->alibi_sqrt)
-          for (int n = 0; n < LANES; ++n) behind[n] = sqrtf(behind[n] > 0.0f ? behind[n] : 0.0f);
-        x -= l->slopes[u->head[row]] * log2e * behind;
-      }
-      s[r][i] = pick((t >= lo) & (t < hi), x, splat(-INFINITY));
-      best[r] = fold_two(MAX, s[r][i], best[r]);
-    }
-  }
-  float tops[LANES], factors[LANES], totals[LANES];
-  fold_lanes(MAX, best, ROWS, tops);
-  for (int r = 0; r < ROWS; ++r) {
-    /* Before a row has seen a key, 0 is subtracted: -inf - -inf would be NaN. */
-    const float before = r < rows ? u->largest[first + r] : -INFINITY;
-    const float top = tops[r] > before ? tops[r] : before;
-    tops[r] = top == -INFINITY ? 0.0f : top;
-    factors[r] = before - tops[r];
-    if (r < rows) u->largest[first + r] = top;
-  }
-  store_vec(factors, exp2_nonpositive(load_vec(factors)));
-  for (int r = 0; r < rows; ++r)
-    for (int i = 0; i < TILE / LANES; ++i) {
-      const vec p = exp2_nonpositive(s[r][i] - tops[r]);
-      store_vec(scores + r * TILE + i * LANES, p);
-      sum[r] += p;
-    }
-  fold_lanes(SUM, sum, ROWS, totals);
-  for (int r = 0; r < rows; ++r) {
-    float *acc = u->acc + (first + r) * j->v_width;
-    u->denominator[first + r] = u->denominator[first + r] * factors[r] + totals[r];
-    if (factors[r] != 1.0f)
-      for (int64_t i = 0; i < j->v_width; i += LANES)
-        store_vec(acc + i, load_vec(acc + i) * factors[r]);
-  }
 }
 
 /* Add a tile's weighted values. Those that only some rows of a block see are added row by row,
@@ -325,12 +333,12 @@ static void add_values(const struct job *j, const struct unit *u, int64_t base, 
   if (all.lo > all.hi) all.lo = all.hi = to;
   float *acc = u->acc + first * width;
   for (int r = 0; r < rows; ++r)
-    one_row(weights + r * TILE, values, pieces, seen[r].lo,
+    one_row(weights + r * KEYS, values, pieces, seen[r].lo,
             seen[r].hi < all.lo ? seen[r].hi : all.lo, acc + r * width, width, NULL, 0);
   value_block[j->row_dtype][rows - 1](weights, values, pieces, all.lo, all.hi, acc, width, fetch,
                                       j->fetch_bytes);
   for (int r = 0; r < rows; ++r)
-    one_row(weights + r * TILE, values, pieces, all.hi, seen[r].hi, acc + r * width, width, NULL,
+    one_row(weights + r * KEYS, values, pieces, all.hi, seen[r].hi, acc + r * width, width, NULL,
             0);
 }
 
@@ -340,7 +348,6 @@ static void add_values(const struct job *j, const struct unit *u, int64_t base, 
 static void run_tiles(const struct job *j, struct unit *u, int64_t start, int64_t end,
                       int64_t unit_end) {
   const struct layer *l = j->layer;
-  float *scores = u->scores;
   const char *pointers[2][2][TILE];
   int now = 0;
   for (int64_t base = start - start % TILE; base < end; base += TILE, now ^= 1) {
@@ -363,16 +370,14 @@ static void run_tiles(const struct job *j, struct unit *u, int64_t start, int64_
     }
     for (int r = 0; r < u->rows; r += ROWS) { /* the first block fetches */
       const int n = u->rows - r < ROWS ? u->rows - r : ROWS;
+      float *block = u->scores + r * TILE;
       score_block[j->row_dtype][n - 1](u->q + r * j->q_width, j->q_width, keys, j->q_width / PIECE,
-                                       from, to, scores + r * TILE, r ? NULL : fetch,
-                                       j->fetch_bytes);
+                                       from, to, block, r ? NULL : fetch, j->fetch_bytes);
+      softmax_block(j, u, base, from, to, r, block);
     }
     for (int r = 0; r < u->rows; r += ROWS)
-      softmax_block(j, u, base, from, to, r, u->rows - r < ROWS ? u->rows - r : ROWS,
-                    scores + r * TILE);
-    for (int r = 0; r < u->rows; r += ROWS)
       add_values(j, u, base, from, to, r, u->rows - r < ROWS ? u->rows - r : ROWS,
-                 scores + r * TILE, values, r ? NULL : fetch);
+                 u->scores + r * TILE, values, r ? NULL : fetch);
   }
 }
 
@@ -429,6 +434,43 @@ static int merge_splits(const struct job *j, struct unit *u, float *parts, int64
   return 1;
 }
 
+/* Load a unit's queries and find what each row sees; returns what any of them does. */
+static struct span prepare_rows(const struct job *j, struct unit *u) {
+  const struct batch *b = j->batch;
+  const struct layer *l = j->layer;
+  const int64_t group = l->num_heads / l->num_kv_heads;
+  const int64_t query_len = b->query_start_loc[u->req + 1] - b->query_start_loc[u->req];
+  const int64_t context = (b->block_table ? b->seq_lens[u->req] : query_len) - query_len;
+  const int64_t left = query_len * group - u->first_row;
+  struct span all = {NO_LIMIT, 0};
+  u->rows = left < MAX_ROWS ? left : MAX_ROWS;
+  for (int r = 0; r < (u->rows + ROWS - 1) / ROWS * ROWS; ++r) {
+    const int64_t i = (u->first_row + r) / group;
+    const int64_t head = u->kv_head * group + (u->first_row + r) % group;
+    const int exists = r < u->rows;
+    u->head[r] = head;
+    u->keys[r] = exists ? visible_keys(b, l, u->req, i) : (struct span){0, 0};
+    for (int n = r * KEYS; n < (r + 1) * KEYS; ++n) {
+      u->lane.lo[n] = u->keys[r].lo;
+      u->lane.hi[n] = u->keys[r].hi;
+      u->lane.pos[n] = context + i;
+      u->lane.slope[n] = l->slopes && exists ? l->slopes[head] * 1.44269504f : 0.0f;
+      u->lane.largest[n] = -INFINITY;
+      u->lane.denominator[n] = 0.0f;
+    }
+    if (!exists) continue;
+    load_row(
+        j->q.data + (b->query_start_loc[u->req] + i) * j->q.token_stride + head * j->q.head_stride,
+        j->q_dtype, j->row_dtype, l->head_size, j->q_width, u->q + r * j->q_width);
+    if (u->keys[r].lo < u->keys[r].hi) {
+      all.lo = u->keys[r].lo < all.lo ? u->keys[r].lo : all.lo;
+      all.hi = u->keys[r].hi > all.hi ? u->keys[r].hi : all.hi;
+    }
+  }
+  memset(u->acc, 0, u->rows * j->v_width * sizeof(float));
+  return all;
+}
+
 /* Find which unit and split an item is, attend, and write; or leave the sums to the last split. */
 static void run_item(struct job *j, struct unit *u, int64_t item) {
   const struct batch *b = j->batch;
@@ -439,47 +481,35 @@ static void run_item(struct job *j, struct unit *u, int64_t item) {
     if (j->first_item[middle] <= item) at = middle;
     else above = middle;
   }
-  const int64_t req = b->served[at], group = l->num_heads / l->num_kv_heads;
-  const int64_t query_len = b->query_start_loc[req + 1] - b->query_start_loc[req];
   const int64_t num_units = j->first_unit[at + 1] - j->first_unit[at];
   const int64_t num_splits = (j->first_item[at + 1] - j->first_item[at]) / num_units;
   const int64_t index = (item - j->first_item[at]) / num_splits;
   const int64_t split = (item - j->first_item[at]) % num_splits;
   const int64_t num_chunks = num_units / l->num_kv_heads;
-
-  u->req = req;
+  u->req = b->served[at];
   u->kv_head = index / num_chunks;
   u->first_row = index % num_chunks * MAX_ROWS;
-  u->rows =
-      query_len * group - u->first_row < MAX_ROWS ? query_len * group - u->first_row : MAX_ROWS;
-  int64_t start = NO_LIMIT, end = 0;
+
+  const struct span all = prepare_rows(j, u);
+  const int64_t first_split = visible_keys(b, l, u->req, 0).lo / SPLIT_KEYS;
+  const int64_t split_start = (first_split + split) * SPLIT_KEYS;
+  const int64_t split_end = split_start + SPLIT_KEYS;
+  const int64_t start = all.lo > split_start ? all.lo : split_start;
+  const int64_t end = all.hi < split_end ? all.hi : split_end;
+  if (start < end) run_tiles(j, u, start, end, all.hi);
   for (int r = 0; r < u->rows; ++r) {
-    const int64_t i = (u->first_row + r) / group;
-    u->head[r] = u->kv_head * group + (u->first_row + r) % group;
-    load_row(j->q.data + (b->query_start_loc[req] + i) * j->q.token_stride +
-                 u->head[r] * j->q.head_stride,
-             j->q_dtype, j->row_dtype, l->head_size, j->q_width, u->q + r * j->q_width);
-    u->keys[r] = visible_keys(b, l, req, i);
-    u->pos[r] = (b->block_table ? b->seq_lens[req] : query_len) - query_len + i;
-    if (u->keys[r].lo < u->keys[r].hi) {
-      start = u->keys[r].lo < start ? u->keys[r].lo : start;
-      end = u->keys[r].hi > end ? u->keys[r].hi : end;
-    }
-    u->largest[r] = -INFINITY;
+    u->largest[r] = u->lane.largest[r * KEYS];
     u->denominator[r] = 0.0f;
+    for (int n = 0; n < KEYS; ++n) u->denominator[r] += u->lane.denominator[r * KEYS + n];
   }
-  memset(u->acc, 0, u->rows * j->v_width * sizeof(float));
-  const int64_t split_start = (visible_keys(b, l, req, 0).lo / SPLIT_KEYS + split) * SPLIT_KEYS;
-  start = start > split_start ? start : split_start;
-  const int64_t split_end = end < split_start + SPLIT_KEYS ? end : split_start + SPLIT_KEYS;
-  if (start < split_end) run_tiles(j, u, start, split_end, end);
-  if (num_splits > 1 &&
-      !merge_splits(j, u,
-                    j->partials + (j->v_width + 2) * (j->first_partial[at] +
-                                                      num_splits * (u->kv_head * query_len * group +
-                                                                    u->first_row)),
-                    split, num_splits, &j->pending[j->first_unit[at] + index]))
-    return;
+  if (num_splits > 1) {
+    const int64_t rows = (b->query_start_loc[u->req + 1] - b->query_start_loc[u->req]) *
+                         (l->num_heads / l->num_kv_heads);
+    const int64_t partial = j->first_partial[at] + num_splits * (u->kv_head * rows + u->first_row);
+    if (!merge_splits(j, u, j->partials + partial * (j->v_width + 2), split, num_splits,
+                      &j->pending[j->first_unit[at] + index]))
+      return;
+  }
   finish_rows(j, u);
 }
 

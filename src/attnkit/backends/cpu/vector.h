@@ -103,9 +103,24 @@ INLINE vec load_vec(const float *p) {
   memcpy(&v, p, sizeof v);
   return v;
 }
+/* A load that is done once: gcc would rather fold it into every use, and loads are what limits. */
+INLINE vec load_kept(const float *p) {
+  vec v = load_vec(p);
+#if defined(__x86_64__)
+  __asm__("" : "+v"(v));
+#endif
+  return v;
+}
 INLINE void store_vec(float *p, vec v) { memcpy(p, &v, sizeof v); }
+INLINE vec_i load_ints(const int32_t *p) {
+  vec_i v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
 INLINE vec splat(float x) { return x - (vec){0}; }
 INLINE vec pick(vec_i mask, vec a, vec b) { return (vec)((mask & (vec_i)a) | (~mask & (vec_i)b)); }
+
+INLINE vec larger(vec a, vec b) { return pick(a > b, a, b); }
 
 /* 2^x for x <= 0 (a score minus the largest). Below 2^-126 it is 0; NaN stays NaN. The polynomial
  * is Taylor's for 2^f on [-0.5, 0.5]; its error is below a float's rounding. */
@@ -140,52 +155,58 @@ INLINE vec tanh_safe(vec x) {
 }
 
 /* Which lanes of two vectors a step of `sum_lanes` adds: neighbours inside each group of four, or
- * neighbouring groups of four. */
+ * neighbouring groups of four. SWAP exchanges the keys of a row in a group of scores. */
 #if LANES == 16
 #define EVEN_LANES 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30
 #define ODD_LANES 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31
 #define EVEN_FOURS 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
 #define ODD_FOURS 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
+#define SWAP_ONE 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14
+#define SWAP_TWO 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13
 #elif LANES == 8
 #define EVEN_LANES 0, 2, 8, 10, 4, 6, 12, 14
 #define ODD_LANES 1, 3, 9, 11, 5, 7, 13, 15
 #define EVEN_FOURS 0, 1, 2, 3, 8, 9, 10, 11
 #define ODD_FOURS 4, 5, 6, 7, 12, 13, 14, 15
+#define SWAP_ONE 1, 0, 3, 2, 5, 4, 7, 6
+#define SWAP_TWO 2, 3, 0, 1, 6, 7, 4, 5
 #else
 #define EVEN_LANES 0, 2, 4, 6
 #define ODD_LANES 1, 3, 5, 7
 #define EVEN_FOURS EVEN_LANES
 #define ODD_FOURS ODD_LANES
+#define SWAP_ONE 1, 0, 3, 2
+#define SWAP_TWO 2, 3, 0, 1
 #endif
 
-enum fold { SUM, MAX };
-
-INLINE vec fold_two(const enum fold fold, vec a, vec b) {
-  return fold == SUM ? a + b : pick(a > b, a, b);
-}
-
-/* One step of `fold_lanes`: n vectors become half as many of twice as many folded lanes. The loops
- * here and below are not nested, so that gcc unrolls them while it still can keep arrays in
- * registers. */
-INLINE int fold_step(const enum fold fold, const int fours, vec *v, const int n) {
+/* One step of `sum_lanes`: n vectors become half as many with sums of twice as many lanes. The
+ * loops here and in the block functions are not nested, so that gcc unrolls them while it still can
+ * keep arrays in registers. */
+INLINE int sum_step(const int fours, vec *v, const int n) {
   UNROLL
   for (int i = 0; i < (n + 1) / 2; ++i) {
     vec a = v[2 * i], b = v[2 * i + 1 < n ? 2 * i + 1 : 2 * i];
-    v[i] = fours ? fold_two(fold, SHUFFLE(a, b, EVEN_FOURS), SHUFFLE(a, b, ODD_FOURS))
-                 : fold_two(fold, SHUFFLE(a, b, EVEN_LANES), SHUFFLE(a, b, ODD_LANES));
+    v[i] = fours ? SHUFFLE(a, b, EVEN_FOURS) + SHUFFLE(a, b, ODD_FOURS)
+                 : SHUFFLE(a, b, EVEN_LANES) + SHUFFLE(a, b, ODD_LANES);
   }
   return (n + 1) / 2;
 }
 
-/* out[i] = sum or maximum of the lanes of v[i], for n vectors, which are overwritten; out has room
- * for whole vectors. */
-INLINE void fold_lanes(const enum fold fold, vec *v, int n, float *out) {
-  n = fold_step(fold, 0, v, n);
-  n = fold_step(fold, 0, v, n);
-  if (LANES > 4) n = fold_step(fold, 1, v, n);
-  if (LANES > 8) n = fold_step(fold, 1, v, n);
+/* out[i] = sum of the lanes of v[i], for n vectors, which are overwritten; whole vectors are
+ * written to out. */
+INLINE void sum_lanes(vec *v, int n, float *out) {
+  n = sum_step(0, v, n);
+  n = sum_step(0, v, n);
+  if (LANES > 4) n = sum_step(1, v, n);
+  if (LANES > 8) n = sum_step(1, v, n);
   UNROLL
   for (int i = 0; i < n; ++i) store_vec(out + i * LANES, v[i]);
+}
+
+/* Each lane gets the largest of the KEYS lanes of its row. */
+INLINE vec largest_of_keys(vec v) {
+  v = larger(v, SHUFFLE(v, v, SWAP_ONE));
+  return KEYS == 2 ? v : larger(v, SHUFFLE(v, v, SWAP_TWO));
 }
 
 /* PIECE elements as two vectors: even and odd ones of bf16 (a shift and a mask, no shuffle), else
