@@ -675,6 +675,7 @@ def _api() -> types.ModuleType:
         mbarrier=mbarrier,
         named_barrier_arrive=lambda x, i, n: _named_barrier(x, i, n, False),
         named_barrier_sync=lambda x, i, n: _named_barrier(x, i, n, True),
+        reciprocal=lambda x: 1.0 / x,
         reinterpret=reinterpret,
         tma_load=tma_load,
         warpgroup_mma=warpgroup_mma,

@@ -29,10 +29,11 @@ from attnkit.backends.hopper.gluon_api import (
 from attnkit.backends.hopper.tile import (
     copy_tile,
     finish_rows,
+    finish_scores,
     first_key_of,
+    mask_scores,
     online_softmax,
     pages_of_tile,
-    visible_scores,
     zero_before_window,
     zero_past_end,
 )
@@ -106,15 +107,14 @@ def produce(
         )
         table = table_ptr + request.to(gl.int64) * table_stride
         end_key = gl.maximum(gl.minimum(position + reach + num_tokens, num_keys), 0)
-        end_page = (end_key + CONFIG.page_size - 1) // CONFIG.page_size
-        first_page = first_key_of(position, window, CONFIG) // CONFIG.page_size
-        pages = pages_of_tile(table, first_tile, first_page, end_page, num_pages, CONFIG)
+        first_key = first_key_of(position, window, CONFIG)
+        pages = pages_of_tile(table, first_tile, first_key, end_key, num_pages, CONFIG)
         for n in range(0, num_tiles):
             tile = first_tile + n
             slot = step % CONFIG.stages
             now = pages
             # Past the last tile this finds pages that nobody copies.
-            pages = pages_of_tile(table, tile + 1, first_page, end_page, num_pages, CONFIG)
+            pages = pages_of_tile(table, tile + 1, first_key, end_key, num_pages, CONFIG)
             mbarrier.wait(empty.index(slot), ((step // CONFIG.stages) & 1) ^ 1)
             copy_tile(desc, buffer, full.index(slot), now, tile, kv_head, slot, CONFIG)
             if LOADS_Q:
@@ -406,10 +406,9 @@ def consume(
             is_cut = tile * BLOCK_N + BLOCK_N > end_whole
             if CONFIG.score.window:
                 is_cut = is_cut | (tile * BLOCK_N < first_whole)
+            s = finish_scores(s, tile, sight, slopes, factors, S_LAYOUT, CONFIG)
             if is_cut:
-                s = visible_scores(s, tile, sight, slopes, factors, S_LAYOUT, True, CONFIG)
-            else:
-                s = visible_scores(s, tile, sight, slopes, factors, S_LAYOUT, False, CONFIG)
+                s = mask_scores(s, tile, sight, S_LAYOUT, CONFIG)
             weights, fade, top, total = online_softmax(s, top, total, log2_scale, True)
             p = gl.convert_layout(weights.to(q_tile.dtype), P_LAYOUT)
             acc = acc * gl.expand_dims(gl.convert_layout(fade, ACC_ROWS), 1)

@@ -31,6 +31,7 @@ __all__ = [
     "mbarrier",
     "named_barrier_arrive",
     "named_barrier_sync",
+    "reciprocal",
     "reinterpret",
     "tma_load",
     "triton",
@@ -73,3 +74,11 @@ def named_barrier_arrive(x, ID: gl.constexpr, THREADS: gl.constexpr):
     """Count this partition's threads at barrier ID without waiting. `x` is any int32 scalar."""
     ASM: gl.constexpr = _barrier_asm("arrive", ID, THREADS)
     gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x to one unit in the last place, in one instruction where a division takes eight."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )

@@ -74,7 +74,7 @@ class KernelCall:
     Attributes:
         kernel: the jitted function.
         grid: programs along each axis.
-        arguments: by parameter name; None switches a feature off.
+        arguments: by parameter name.
         options: of the compiler.
     """
 
@@ -383,10 +383,11 @@ def _common(o: Operands, variant: AttentionVariant) -> dict[str, Any]:
         "out_ptr": o.output,
         "out_stride_token": o.output.stride(0),
         "out_stride_head": o.output.stride(1),
-        "lse_ptr": o.lse,
+        # Roles cannot be handed None, so what a kernel does not have is some pointer it never reads.
+        "lse_ptr": o.output if o.lse is None else o.lse,
         "lse_stride_token": 0 if o.lse is None else o.lse.stride(0),
-        "slopes_ptr": variant.alibi_slopes,
-        "sinks_ptr": variant.sinks,
+        "slopes_ptr": o.output if variant.alibi_slopes is None else variant.alibi_slopes,
+        "sinks_ptr": o.output if variant.sinks is None else variant.sinks,
         "window": 0 if window is None else window,
         "log2_scale": factor if linear else 1.0,
         "score_factor": factor if cap is None else 2.0 * factor / cap,

@@ -31,10 +31,11 @@ from attnkit.backends.hopper.gluon_api import (
 from attnkit.backends.hopper.tile import (
     copy_tile,
     finish_rows,
+    finish_scores,
     first_key_of,
+    mask_scores,
     online_softmax,
     pages_of_tile,
-    visible_scores,
     zero_before_window,
     zero_past_end,
 )
@@ -43,21 +44,22 @@ FIRST_TURN = gl.constexpr(8)
 """Named barrier of consumer 0; consumer i waits for its turn at FIRST_TURN + i."""
 
 
+# A row tile's record in `prefill_plan`: request, first token, head tile, number of tokens, position and
+# reach of the first token, keys of the request, and number of K/V tiles.
+
+
 @gluon.jit
-def read_row_tile(tiles_ptr, i):
-    """Record i of `prefill_plan`: request, first token, head tile, number of tokens, position and reach
-    of the first token, keys of the request, and number of K/V tiles."""
+def read_rows(tiles_ptr, i):
+    """First token, head tile and number of tokens of row tile i."""
     record = tiles_ptr + i * 8
-    return (
-        gl.load(record),
-        gl.load(record + 1),
-        gl.load(record + 2),
-        gl.load(record + 3),
-        gl.load(record + 4),
-        gl.load(record + 5),
-        gl.load(record + 6),
-        gl.load(record + 7),
-    )
+    return gl.load(record + 1), gl.load(record + 2), gl.load(record + 3)
+
+
+@gluon.jit
+def read_sight(tiles_ptr, i):
+    """Position and reach of the first token, keys of the request and K/V tiles of row tile i."""
+    record = tiles_ptr + i * 8
+    return gl.load(record + 4), gl.load(record + 5), gl.load(record + 6), gl.load(record + 7)
 
 
 @gluon.jit
@@ -86,25 +88,23 @@ def produce(
     end = gl.load(starts_ptr + gl.program_id(0) + 1)
     step = 0
     for i in range(first, end):
-        request, token, head_tile, num_tokens, position, reach, num_keys, num_tiles = read_row_tile(
-            tiles_ptr, i
-        )
+        request = gl.load(tiles_ptr + i * 8)
+        token, head_tile, num_tokens = read_rows(tiles_ptr, i)
+        position, reach, num_keys, num_tiles = read_sight(tiles_ptr, i)
         kv_head = head_tile * CONFIG.pack // CONFIG.group_size
         table = table_ptr + request.to(gl.int64) * table_stride
         end_key = gl.maximum(gl.minimum(position + reach + num_tokens, num_keys), 0)
-        end_page = (end_key + CONFIG.page_size - 1) // CONFIG.page_size
         first_key = first_key_of(position, window, CONFIG)
-        first_page = first_key // CONFIG.page_size
         first_tile = first_key // CONFIG.block_n
         pages = pages_of_tile(
-            table, first_tile + num_tiles - 1, first_page, end_page, num_pages, CONFIG
+            table, first_tile + num_tiles - 1, first_key, end_key, num_pages, CONFIG
         )
         for n in range(0, num_tiles):
             tile = first_tile + num_tiles - 1 - n
             slot = step & (CONFIG.stages - 1)
             now = pages
             # Before the first tile this finds pages that nobody copies.
-            pages = pages_of_tile(table, tile - 1, first_page, end_page, num_pages, CONFIG)
+            pages = pages_of_tile(table, tile - 1, first_key, end_key, num_pages, CONFIG)
             mbarrier.wait(empty.index(slot), ((step // CONFIG.stages) & 1) ^ 1)
             copy_tile(desc, buffer, full.index(slot), now, tile, kv_head, slot, CONFIG)
             if LOADS_Q:
@@ -189,7 +189,9 @@ def attend_tile(
     pass_turn(step, ME, CONFIG)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(slot), count=1)
-    s = visible_scores(s, tile, sight, slopes, factors, S_LAYOUT, MASKED, CONFIG)
+    s = finish_scores(s, tile, sight, slopes, factors, S_LAYOUT, CONFIG)
+    if MASKED:
+        s = mask_scores(s, tile, sight, S_LAYOUT, CONFIG)
     weights, fade, top, total = online_softmax(s, top, total, factors[0], MASKED)
     mbarrier.wait(v_full.index(slot), phase)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
@@ -283,9 +285,7 @@ def consume(
     step = 0
     if ME == CONFIG.num_consumers - 1:
         pass_turn(step, ME, CONFIG)
-    _, token, head_tile, num_tokens, position, reach, num_keys, num_tiles = read_row_tile(
-        tiles_ptr, first
-    )
+    position, reach, num_keys, num_tiles = read_sight(tiles_ptr, first)
     for i in range(first, end):
         first_key = first_key_of(position, window, CONFIG)
         first_tile = first_key // BLOCK_N
@@ -293,6 +293,7 @@ def consume(
         sight = (row_token, position, reach, num_keys, window)
         slopes = row_token.to(gl.float32)
         if CONFIG.score.alibi != 0:
+            _, head_tile, _ = read_rows(tiles_ptr, i)
             head = head_tile * CONFIG.pack + row % CONFIG.pack
             slopes = gl.load(slopes_ptr + head) * 1.4426950408889634
 
@@ -307,7 +308,8 @@ def consume(
         pass_turn(step, ME, CONFIG)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(slot), count=1)
-        s = visible_scores(s, tile, sight, slopes, factors, S_LAYOUT, True, CONFIG)
+        s = finish_scores(s, tile, sight, slopes, factors, S_LAYOUT, CONFIG)
+        s = mask_scores(s, tile, sight, S_LAYOUT, CONFIG)
         top = gl.full([64], float("-inf"), gl.float32, ROW_LAYOUT)
         total = gl.zeros([64], gl.float32, ROW_LAYOUT)
         weights, fade, top, total = online_softmax(s, top, total, log2_scale, True)
@@ -359,10 +361,10 @@ def consume(
                 )
                 step += 1
 
-        # The last product with V, while the next record is on its way.
-        _, token2, head_tile2, num_tokens2, position2, reach2, num_keys2, num_tiles2 = (
-            read_row_tile(tiles_ptr, gl.minimum(i + 1, end - 1))
-        )
+        # The last product with V, while what comes next is on its way. What was not needed so far is
+        # read only now: registers are short inside the loops.
+        token, head_tile, num_tokens = read_rows(tiles_ptr, i)
+        position2, reach2, num_keys2, num_tiles2 = read_sight(tiles_ptr, gl.minimum(i + 1, end - 1))
         slot = (step - 1) & (CONFIG.stages - 1)
         if CONFIG.score.window:
             zero_before_window(v_boxes, slot, first_tile, first_key, CONFIG)
@@ -392,9 +394,6 @@ def consume(
             lse_ptr,
             lse_stride_token,
         )
-        token = token2
-        head_tile = head_tile2
-        num_tokens = num_tokens2
         position = position2
         reach = reach2
         num_keys = num_keys2

@@ -19,6 +19,7 @@ from attnkit.backends.hopper.gluon_api import (
     gl,
     gluon,
     mbarrier,
+    reciprocal,
     tma_load,
 )
 
@@ -36,17 +37,19 @@ def first_key_of(position, window, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def pages_of_tile(table_ptr, tile, first_page, end_page, num_pages, CONFIG: gl.constexpr):
+def pages_of_tile(table_ptr, tile, first_key, end_key, num_pages, CONFIG: gl.constexpr):
     """Physical pages of the boxes of a tile, as a tuple.
 
-    A page that no query sees becomes `num_pages`, out of bounds of the pool: a copy from there writes
-    zeros and counts its bytes all the same. Its table cell is not read.
+    The page of a box without a key from first_key to end_key becomes `num_pages`, out of bounds of the
+    pool: a copy from there writes zeros and counts its bytes all the same. Its table cell is not read.
     """
+    ROWS: gl.constexpr = CONFIG.rows
     pages = ()
-    for i in gl.static_range(CONFIG.block_n // CONFIG.rows):
-        page = (tile * CONFIG.block_n + i * CONFIG.rows) // CONFIG.page_size
-        seen = (page >= first_page) & (page < end_page)
-        pages = pages + (gl.load(table_ptr + page, mask=seen, other=num_pages),)
+    for i in gl.static_range(CONFIG.block_n // ROWS):
+        key = tile * CONFIG.block_n + i * ROWS
+        seen = (key + ROWS > first_key) & (key < end_key)
+        page = gl.load(table_ptr + key // CONFIG.page_size, mask=seen, other=num_pages)
+        pages = pages + (page,)
     return pages
 
 
@@ -104,48 +107,45 @@ def zero_before_window(boxes, slot, tile, first_key, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def visible_scores(
-    s,
-    tile,
-    sight,
-    slopes,
-    factors,
-    LAYOUT: gl.constexpr,
-    MASKED: gl.constexpr,
-    CONFIG: gl.constexpr,
-):
-    """Scores of one tile as the softmax takes them, -inf where a row does not see the key.
+def finish_scores(s, tile, sight, slopes, factors, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
+    """Scores of one tile as the softmax takes them, before the mask. A linear score stays raw.
 
     Args:
         s: raw q.k.
         sight: (token of each row counted from the row tile's first, position of that first token, keys
             that a query sees past its own position, keys of the request, window).
         slopes: ALiBi slope of each row, times log2(e).
-        factors: (log2_scale, score_factor, cap_log2). A linear score stays raw. Otherwise score_factor
-            is scale * log2(e), or 2 * log2(e) * scale / cap beside cap_log2 = cap * log2(e).
+        factors: (log2_scale, score_factor, cap_log2). The second is scale * log2(e), or with a soft cap
+            2 * log2(e) * scale / cap; the third is cap * log2(e).
     """
-    row_token, position, reach, num_keys, window = sight
-    _, score_factor, cap_log2 = factors
-    keys = tile * CONFIG.block_n + gl.arange(0, CONFIG.block_n, gl.SliceLayout(0, LAYOUT))
     if not CONFIG.score.linear:
+        row_token, position, _, _, _ = sight
+        _, score_factor, cap_log2 = factors
         s = s * score_factor
         if CONFIG.score.soft_cap:
             # cap * tanh(x), with exp2(s) = exp(2 x). Where that overflows, tanh is 1.
-            s = cap_log2 - 2.0 * cap_log2 / (gl.exp2(s) + 1.0)
+            s = cap_log2 - 2.0 * cap_log2 * reciprocal(gl.exp2(s) + 1.0)
         if CONFIG.score.alibi != 0:
-            ahead = gl.expand_dims(keys, 0) - gl.expand_dims(position + row_token, 1)
+            key = tile * CONFIG.block_n + gl.arange(0, CONFIG.block_n, gl.SliceLayout(0, LAYOUT))
+            ahead = gl.expand_dims(key, 0) - gl.expand_dims(position + row_token, 1)
             ahead = ahead.to(gl.float32)
             if CONFIG.score.alibi == 2:
                 ahead = -gl.sqrt(gl.maximum(-ahead, 0.0))
             s = s + gl.expand_dims(slopes, 1) * ahead
-    if MASKED:
-        last = gl.minimum(position + reach + row_token, num_keys - 1)
-        seen = gl.expand_dims(keys, 0) <= gl.expand_dims(last, 1)
-        if CONFIG.score.window:
-            first = position - window + 1 + row_token
-            seen = seen & (gl.expand_dims(keys, 0) >= gl.expand_dims(first, 1))
-        s = gl.where(seen, s, float("-inf"))
     return s
+
+
+@gluon.jit
+def mask_scores(s, tile, sight, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
+    """-inf where a row does not see the key."""
+    row_token, position, reach, num_keys, window = sight
+    key = tile * CONFIG.block_n + gl.arange(0, CONFIG.block_n, gl.SliceLayout(0, LAYOUT))
+    last = gl.minimum(position + reach + row_token, num_keys - 1)
+    seen = gl.expand_dims(key, 0) <= gl.expand_dims(last, 1)
+    if CONFIG.score.window:
+        first = position - window + 1 + row_token
+        seen = seen & (gl.expand_dims(key, 0) >= gl.expand_dims(first, 1))
+    return gl.where(seen, s, float("-inf"))
 
 
 @gluon.jit

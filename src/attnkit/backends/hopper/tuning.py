@@ -65,7 +65,7 @@ def decode_config(
     # Two programs a multiprocessor, so that one's products run while the other waits; head size 256
     # leaves shared memory for one.
     alone = head_size == 256
-    maxnreg = 144 if alone else 128
+    maxnreg, producer_registers = (160, 72) if alone else (128, 40)
     return DecodeConfig(
         score=score,
         head_size=head_size,
@@ -76,8 +76,8 @@ def decode_config(
         rows=math.gcd(page_size, block_n),
         stages=3,
         maxnreg=maxnreg,
-        consumer_registers=2 * maxnreg - 40,
-        producer_registers=40,
+        consumer_registers=2 * maxnreg - producer_registers,
+        producer_registers=producer_registers,
         q_in_registers=not alone,
     )
 
