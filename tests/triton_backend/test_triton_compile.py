@@ -15,9 +15,9 @@ import pytest
 SHARED_MEMORY = 232448
 """Bytes that a program can have on sm_90."""
 
-FEW_WORDS = 16
-"""ptxas puts up to four words that live across a loop into local memory where that lets one more
-program onto a multiprocessor. A loop that spills needs far more."""
+FEW_WORDS = 128
+"""ptxas puts a few words that live across a loop into local memory where registers are full, or where
+that lets one more program onto a multiprocessor. A loop that spills needs hundreds of bytes."""
 
 
 def compile_all(**environ: str) -> subprocess.CompletedProcess[str]:

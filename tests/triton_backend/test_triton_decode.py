@@ -22,12 +22,10 @@ SHORT = DecodeConfig(
     num_warps=4,
     num_stages=2,
     segment=32,
-    long_segment=64,
-    long_from=256,
-    max_segments=8,
+    max_segments=4,
 )
-LENS: dict[str, Any] = {"query_lens": (1, 1, 0, 3, 2), "kv_lens": (1, 300, 0, 77, 1)}
-"""One key, ten segments stretched to eight, an empty row, three of them, and more queries than keys."""
+LENS: dict[str, Any] = {"query_lens": (1, 1, 0, 3, 2), "kv_lens": (1, 150, 0, 77, 1)}
+"""One key, five segments stretched to three, an empty row, three of them, more queries than keys."""
 
 SLOPES = [0.5, 0.25, 0.125, 1.0]
 SINKS = torch.tensor([-1.0, 0.5, 3.0, -math.inf])
@@ -48,7 +46,7 @@ def decode(
     num_splits: int,
     config: DecodeConfig | None = SHORT,
     max_query_len: int = 3,
-    max_segments: int = 8,
+    max_segments: int = 4,
 ) -> None:
     parts = None
     if num_splits > 1:
@@ -70,7 +68,7 @@ def test_each_feature_is_right_and_splits_change_no_bit(features: dict[str, Any]
     one = make_problem(**LENS, **features)
     decode(one, num_splits=1)
     one.check()
-    for num_splits in (3, 8):
+    for num_splits in (2, 4):
         many = one.fresh()
         decode(many, num_splits)
         assert torch.equal(many.operands.output, one.operands.output)
@@ -112,17 +110,17 @@ def test_requests_with_more_queries_are_left_alone() -> None:
 
 def test_a_context_longer_than_its_memory_gets_longer_segments() -> None:
     """A captured graph's memory is sized for the longest request; a longer one must not leave it."""
-    problem = make_problem((1, 1), (700, 90))
-    decode(problem, num_splits=2, max_segments=3)
+    problem = make_problem((1, 1), (300, 90))
+    decode(problem, num_splits=2, max_segments=2)
     problem.check()
 
 
 def test_bits_do_not_depend_on_batch_mates() -> None:
-    lens = (300, 9, 513)
-    together = make_problem((1, 1, 1), lens, sliding_window=400)
+    lens = (150, 9, 301)
+    together = make_problem((1, 1, 1), lens, sliding_window=200)
     decode(together, num_splits=1, max_query_len=1)
     o = together.operands
-    for r, num_splits in enumerate((5, 1, 8)):
+    for r, num_splits in enumerate((3, 1, 4)):
         alone = replace(
             o,
             query=o.query[r : r + 1],

@@ -4,8 +4,9 @@ In: head sizes, element sizes, rows, a `Gpu`. Out: frozen configs that `launch` 
 constants. Nothing is tuned while serving.
 
 A config depends on the layer and the device, never on the batch, so that a request's bits do not
-depend on its batch mates. Registers and shared memory in the comments are those of the sm_90 build by
-Triton 3.6 (`attnkit.conformance.compile` reports them).
+depend on its batch mates. Times in the comments are of an H200, bf16, pages of 16 (all of them are in
+`benchmarks/triton-tiles-h200-*.jsonl`, by `benchmarks/triton_sweep.py`); registers are those of the
+sm_90 build by Triton 3.6 (`attnkit.conformance.compile` reports them).
 """
 
 from __future__ import annotations
@@ -56,20 +57,17 @@ class DecodeConfig(KernelConfig):
     """Tile of the decode kernel, and how a context is cut into segments.
 
     A segment ends with a fold of two states and, if programs share the request, a store of one: 2 KB
-    against the 512 KB of K and V that 1024 keys of four heads of 128 are. Shorter segments for shorter
-    contexts let more programs share them.
+    against the 128 KB that K and V of 256 keys of a head of 128 are. On an H200 segments of 512 cost
+    nothing measurable against 1024 (B64 at 4096 keys: 241 us both).
 
     Attributes:
         segment: keys in a segment, a multiple of block_n.
-        long_segment: the same for contexts of at least `long_from` keys.
-        long_from: see `long_segment`.
-        max_segments: longer contexts get longer segments instead of more.
+        max_segments: longer contexts get longer segments instead of more. One request of 32k keys and
+            8 KV heads needs 64 to fill an H200.
     """
 
-    segment: int = 512
-    long_segment: int = 1024
-    long_from: int = 4096
-    max_segments: int = 32
+    segment: int = 256
+    max_segments: int = 64
 
 
 _Config = TypeVar("_Config", bound=KernelConfig)
@@ -97,16 +95,18 @@ def attention_config(
         else:
             config = KernelConfig(block_m=16, block_n=16, num_warps=8, num_stages=2)
     elif padded(head_size) <= 256 and padded(head_size_v) <= 128:
-        # 128 rows: half of them would read K and V from L2 twice as often, near its bandwidth.
-        # Three stages, because a tile's K and V take longer to come than its products to compute.
-        # 64: 128 registers, so two programs fit and one computes weights while the other multiplies.
-        # 128: 185 registers; 128 keys would spill. Registers are for values: keys may be 256 wide.
+        # TFLOP/s at B4 x 4096, 32/8 heads of 128: 360; two stages 316 (a tile's K and V take longer to
+        # come than its products to compute), 128 keys 343, 64 rows 320 (they read K and V from L2
+        # twice as often). 16384 tokens, 32 heads of 64: 371; 128 keys 306, 64 rows 335.
         config = KernelConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
+    elif size <= 256 and gpu.has_wgmma and kv_itemsize <= itemsize:
+        # TFLOP/s at 16384 tokens, 8 heads of 256: 483; 32 keys and three stages 391, 64 rows 326. Two
+        # words of it spill.
+        config = KernelConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)
     elif size <= 256:
-        # 245 registers; 64 keys spill. 128 rows spill where operands come from registers: without
-        # wgmma, or converted from a wider cache.
-        rows = 128 if gpu.has_wgmma and kv_itemsize <= itemsize else 64
-        config = KernelConfig(block_m=rows, block_n=32, num_warps=8, num_stages=3)
+        # 128 rows spill where operands come from registers: without wgmma, or converted from a wider
+        # cache.
+        config = KernelConfig(block_m=64, block_n=32, num_warps=8, num_stages=3)
     else:
         # 184 registers; 64 rows spill.
         config = KernelConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)
@@ -135,15 +135,24 @@ def decode_config(
         # and us for one of 32768: 4.25 and 50; 64 keys with 4 warps and 3 stages 3.39 and 41, with 4
         # stages 4.13 and 43; 64 keys with 2 warps and 2 stages 4.37 and 58.
         config = DecodeConfig(block_m=16, block_n=32, num_warps=2, num_stages=4)
-    elif rows <= 16 or size > 256:
-        # 64: 4.26 TB/s (as above); 2 stages 3.95, 2 warps 3.67.
-        keys = 64 if size <= 128 else 32
-        warps, stages = (4, 3) if size <= 256 else (8, 2)
-        config = DecodeConfig(block_m=16, block_n=keys, num_warps=warps, num_stages=stages)
-    else:
+    elif rows > 16 and size <= 256:
         # The least rows that wgmma takes; 32 rows without it need more registers than these.
         keys, stages = (64, 3) if size <= 128 else (32, 2)
         config = DecodeConfig(block_m=64, block_n=keys, num_warps=8, num_stages=stages)
+    elif size <= 64:
+        # B64 at 4096 keys, 32/8 heads: 126 us; two stages 136, two warps 146.
+        config = DecodeConfig(block_m=16, block_n=64, num_warps=4, num_stages=3)
+    elif size <= 128:
+        # Two warps with all their registers (255): four programs a multiprocessor, so that the 512 of
+        # B64 with 8 KV heads run at once. us at B64 x 4096, B256 x 1024, B8 x 8192, B1 x 32768:
+        # 241, 246, 72, 46; four warps and three stages: 304, 259, 76, 41; 32 keys, 252, 257, 72, 45.
+        config = DecodeConfig(block_m=16, block_n=64, num_warps=2, num_stages=2)
+    elif size <= 256:
+        # 177 registers; two warps spill.
+        config = DecodeConfig(block_m=16, block_n=32, num_warps=4, num_stages=3)
+    else:
+        # 172 registers; four warps spill.
+        config = DecodeConfig(block_m=16, block_n=32, num_warps=8, num_stages=2)
     return _fit(config, head_size, head_size_v, itemsize, kv_itemsize, gpu)
 
 

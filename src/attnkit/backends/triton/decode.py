@@ -42,18 +42,10 @@ def span_of(first_query, query_len, kv_len, reach, window, BLOCK_Q: tl.constexpr
 
 
 @triton.jit
-def segment_len_of(
-    span,
-    max_segments,
-    SEGMENT: tl.constexpr,
-    LONG_SEGMENT: tl.constexpr,
-    LONG_FROM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def segment_len_of(span, max_segments, SEGMENT: tl.constexpr, BLOCK_N: tl.constexpr):
     """Keys in a segment, a multiple of BLOCK_N, so that `span` keys make at most `max_segments`."""
-    least = tl.where(span < LONG_FROM, SEGMENT, LONG_SEGMENT)
     needed = tl.cdiv(tl.cdiv(span, max_segments), BLOCK_N) * BLOCK_N
-    return tl.maximum(least, needed)
+    return tl.maximum(needed, SEGMENT)
 
 
 @triton.jit(
@@ -121,8 +113,6 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SEGMENT: tl.constexpr,
-    LONG_SEGMENT: tl.constexpr,
-    LONG_FROM: tl.constexpr,
     LINEAR: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
 ):
@@ -149,9 +139,7 @@ def decode_kernel(
     reach = reach_of(request_flag(causal_ptr, causal, request), window)
     first_key, end_key = span_of(first_query, query_len, kv_len, reach, window, BLOCK_Q)
     start = first_key // BLOCK_N * BLOCK_N
-    segment_len = segment_len_of(
-        end_key - start, max_segments, SEGMENT, LONG_SEGMENT, LONG_FROM, BLOCK_N
-    )
+    segment_len = segment_len_of(end_key - start, max_segments, SEGMENT, BLOCK_N)
     num_segments = tl.cdiv(end_key - start, segment_len)
     share = tl.cdiv(num_segments, num_splits)
     first_segment = split * share
@@ -293,8 +281,6 @@ def merge_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SEGMENT: tl.constexpr,
-    LONG_SEGMENT: tl.constexpr,
-    LONG_FROM: tl.constexpr,
     LINEAR: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
@@ -315,7 +301,7 @@ def merge_kernel(
     first_query = query // BLOCK_Q * BLOCK_Q
     first_key, end_key = span_of(first_query, query_len, kv_len, reach, window, BLOCK_Q)
     span = end_key - first_key // BLOCK_N * BLOCK_N
-    segment_len = segment_len_of(span, max_segments, SEGMENT, LONG_SEGMENT, LONG_FROM, BLOCK_N)
+    segment_len = segment_len_of(span, max_segments, SEGMENT, BLOCK_N)
     num_segments = tl.cdiv(span, segment_len)
     log2_scale = 1.0
     if LINEAR:

@@ -25,6 +25,10 @@ from attnkit.errors import UnsupportedConfiguration
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
 """Cache formats the kernels read: numbers as they are."""
 
+_MAX_PARTS = 1 << 27
+"""Float32 elements (512 MiB) that shared requests may take: batches whose parts need more have enough
+requests to fill a device without sharing them."""
+
 _CACHELESS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
@@ -147,9 +151,11 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             longest_to_mean=plan.longest_to_mean,
             is_captured=plan.is_captured,
         )
+        numel = launch.Parts.numel(operands, longest, max_segments)
+        if numel > _MAX_PARTS:
+            splits = 1
         parts = None
         if splits > 1:
-            numel = launch.Parts.numel(operands, longest, max_segments)
             memory = plan.workspace.reserve(numel)
             parts = launch.Parts.of(memory, operands, longest, max_segments)
         launch.launch_decode(

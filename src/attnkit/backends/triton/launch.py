@@ -104,6 +104,7 @@ class KernelCall:
         kernel: the jitted function.
         grid: programs along each axis.
         arguments: by parameter name; None switches a feature off.
+        device: of the tensors among them.
         num_warps: of a program.
         num_stages: K/V tiles in flight.
     """
@@ -111,12 +112,16 @@ class KernelCall:
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
+    device: torch.device
     num_warps: int
     num_stages: int
 
     def launch(self) -> None:
         """Start it, unless there is nothing to do."""
-        if all(self.grid):
+        if not all(self.grid):
+            return
+        # Triton launches on the current device, whatever the tensors are on.
+        with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
             self.kernel[self.grid](
                 **self.arguments, num_warps=self.num_warps, num_stages=self.num_stages
             )
@@ -265,6 +270,7 @@ def attention_call(
         kernel=attention_kernel,
         grid=(num_tiles if o.num_reqs else 0, o.num_kv_heads * head_tiles),
         arguments=arguments,
+        device=o.query.device,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -313,8 +319,6 @@ def decode_calls(
         "part_rows": part_rows,
         "BLOCK_N": config.block_n,
         "SEGMENT": config.segment,
-        "LONG_SEGMENT": config.long_segment,
-        "LONG_FROM": config.long_from,
         "part_acc_ptr": None if parts is None else parts.acc,
         "part_top_ptr": None if parts is None else parts.top,
         "part_total_ptr": None if parts is None else parts.total,
@@ -335,6 +339,7 @@ def decode_calls(
             "GROUP_TILE": group_tile,
             "BLOCK_M": config.block_m,
         },
+        device=o.query.device,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -368,6 +373,7 @@ def decode_calls(
             # Eight parts of 512 bytes keep a warp's loads in flight without costing occupancy.
             "UNROLL": 8,
         },
+        device=o.query.device,
         num_warps=1 if head_size_v <= 128 else 4,
         num_stages=1,
     )
@@ -421,6 +427,7 @@ def write_call(
             "PAGE_SIZE": key_cache.shape[2],
             "BLOCK_T": block_t,
         },
+        device=key.device,
         num_warps=4,
         num_stages=1,
     )
