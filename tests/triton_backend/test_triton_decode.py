@@ -102,9 +102,10 @@ def test_values_of_another_size_than_keys() -> None:
     problem.check()
 
 
-def test_requests_with_more_queries_are_left_alone() -> None:
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_requests_with_more_queries_are_left_alone(num_splits: int) -> None:
     problem = make_problem((1, 4, 2), (50, 60, 30))
-    decode(problem, num_splits=2, max_query_len=2)
+    decode(problem, num_splits, max_query_len=2)
     problem.check(requests=[0, 2])
 
 
