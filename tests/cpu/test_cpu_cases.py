@@ -82,8 +82,8 @@ def test_long_contexts_match_float64(
     more rows than one unit has."""
     case = Case(
         name="long",
-        query_lens=(1, 5, 1, 1, 20, 1),
-        seq_lens=(511, 512, 513, 1025, 1100, 1536),
+        query_lens=(1, 5, 1, 1, 20, 1, 70),
+        seq_lens=(511, 512, 513, 1025, 1100, 1536, 1060),
         num_heads=6,
         num_kv_heads=2,
         head_size=32,

@@ -43,22 +43,23 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 def test_a_token_has_the_same_bits_however_its_prompt_is_cut(
     native_subject: Subject, dtype: torch.dtype
 ) -> None:
-    """The last query of a chunk of 1 to 40 tokens, on the native path."""
-    length = 700
-    case = replace(CASE, dtype=dtype, query_lens=(40,), seq_lens=(length,), sliding_window=590)
+    """The last query of a chunk of 1 to 60 tokens, on the native path: of few rows, whose splits
+    the threads share, and of many, where a thread does all of them."""
+    length, most = 1100, 60
+    case = replace(CASE, dtype=dtype, query_lens=(most,), seq_lens=(length,), sliding_window=990)
     layer = native_subject.layer(case)
     whole = native_subject.inputs(layer, case)
     run_and_judge(native_subject, layer, whole)
-    last = answer(layer, whole, slice(39, 40))
+    last = answer(layer, whole, slice(most - 1, most))
     table = whole.batch.block_table_tensor.tolist()
-    for q_len in (1, 2, 3, 8, 17):
+    for q_len in (1, 2, 3, 8, 17, 43):
         batch = make_batch([q_len], [length], table, case.block_size)
         part = replace(
             whole,
             batch=batch,
-            query=whole.query[40 - q_len :],
-            key=whole.key[40 - q_len :],
-            value=whole.value[40 - q_len :],
+            query=whole.query[most - q_len :],
+            key=whole.key[most - q_len :],
+            value=whole.value[most - q_len :],
         )
         assert same(answer(layer, part, slice(q_len - 1, q_len)), last), q_len
 

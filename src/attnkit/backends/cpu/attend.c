@@ -16,11 +16,12 @@
 
 #include "vector.h"
 
-#define ROWS 4         /* rows per step of the block functions */
-#define MAX_ROWS 32    /* rows of a unit: its queries and sums stay in the first-level cache */
-#define TILE 32        /* keys scored before their values are summed */
-#define SPLIT_KEYS 512 /* a multiple of TILE; short requests have one split and no merge */
-#define NO_LIMIT INT64_MAX
+#define ROWS 4           /* rows per step of the block functions */
+#define MAX_ROWS 32      /* rows of a unit: its queries and sums stay in the first-level cache */
+#define TILE 32          /* keys scored before their values are summed */
+#define SPLIT_KEYS 512   /* a multiple of TILE; short requests have one split and no merge */
+#define DIVIDED_ROWS 128 /* up to so many rows of a KV head threads share a unit's splits */
+#define NO_LIMIT ((int64_t)1 << 40) /* beyond any position, and far from overflow */
 
 enum status { OK = 0, NO_MEMORY = 1, BAD_BLOCK = 2, BAD_SLOT = 3 };
 
@@ -182,6 +183,7 @@ struct job {
   int64_t *first_partial;   /* (num_served,) first row of partial sums; unused by one split */
   int32_t *pending;         /* per unit: splits not yet done */
   float *partials;          /* per row of a split: sums (v_width), largest score, denominator */
+  int64_t whole_splits;     /* most splits of a unit that is one item; 0: none has several */
   float *workspace;         /* workspace_size floats for each thread */
   int64_t workspace_size, next_workspace;
   int64_t num_items, next_item, portion; /* a thread takes so many neighbours at a time */
@@ -199,6 +201,7 @@ struct unit {
   float largest[MAX_ROWS], denominator[MAX_ROWS]; /* of the scores, in base 2 */
   float *q, *acc; /* (MAX_ROWS, q_width), (MAX_ROWS, v_width) in lane order */
   float *scores;  /* (MAX_ROWS / ROWS, TILE / KEYS, GROUP) */
+  float *parts;   /* (whole_splits, MAX_ROWS, v_width + 2) */
   float *wide;    /* (TILE, q_width) and (TILE, v_width), where rows are widened */
   struct {        /* the same per row, KEYS times each, for vectors of scores */
     int32_t lo[MAX_ROWS * KEYS], hi[MAX_ROWS * KEYS], pos[MAX_ROWS * KEYS];
@@ -211,7 +214,7 @@ static struct span visible_keys(const struct batch *b, const struct layer *l, in
                                 int64_t i) {
   const int64_t query_len = b->query_start_loc[req + 1] - b->query_start_loc[req];
   const int64_t seq_len = b->block_table ? b->seq_lens[req] : query_len;
-  const int64_t window = l->window ? l->window : NO_LIMIT - seq_len;
+  const int64_t window = l->window && l->window < NO_LIMIT ? l->window : NO_LIMIT;
   const int64_t pos = seq_len - query_len + i, right = b->causal[req] ? 1 : window;
   struct span keys = {pos - window + 1, pos + right < seq_len ? pos + right : seq_len};
   if (keys.lo < 0) keys.lo = 0;
@@ -402,36 +405,40 @@ static void finish_rows(const struct job *j, const struct unit *u) {
   }
 }
 
-/* Keep one split's sums; true for whoever comes last, who then has all of them merged in order. */
-static int merge_splits(const struct job *j, struct unit *u, float *parts, int64_t split,
-                        int64_t num_splits, int32_t *pending) {
-  const int64_t stride = j->v_width + 2;
-  for (int r = 0; r < u->rows; ++r) {
-    float *part = parts + (split * u->rows + r) * stride;
+/* Put away the sums of one split: per row its values, largest score and denominator. */
+static void keep_split(const struct job *j, const struct unit *u, float *part) {
+  for (int r = 0; r < u->rows; ++r, part += j->v_width + 2) {
     memcpy(part, u->acc + r * j->v_width, j->v_width * sizeof(float));
     part[j->v_width] = u->largest[r];
     part[j->v_width + 1] = u->denominator[r];
   }
-  if (__atomic_sub_fetch(pending, 1, __ATOMIC_ACQ_REL)) return 0;
+}
+
+/* Add up all splits of a unit, in order. Those that saw no key leave no trace, so that it does not
+ * matter how many of them there are. */
+static void merge_splits(const struct job *j, struct unit *u, const float *parts,
+                         int64_t num_splits) {
+  const int64_t width = j->v_width, stride = width + 2;
   for (int r = 0; r < u->rows; ++r) {
-    float best = -INFINITY, *acc = u->acc + r * j->v_width;
+    float best = -INFINITY, denominator = 0.0f, *acc = u->acc + r * width;
     for (int64_t s = 0; s < num_splits; ++s) {
-      const float m = parts[(s * u->rows + r) * stride + j->v_width];
+      const float m = parts[(s * u->rows + r) * stride + width];
       best = m > best ? m : best;
     }
-    memset(acc, 0, j->v_width * sizeof(float));
-    u->largest[r] = best;
-    u->denominator[r] = 0.0f;
+    memset(acc, 0, width * sizeof(float));
     for (int64_t s = 0; s < num_splits; ++s) {
       const float *part = parts + (s * u->rows + r) * stride;
-      if (part[j->v_width + 1] == 0.0f) continue; /* saw no key */
-      const float factor = exp2_one(part[j->v_width] - best);
-      for (int64_t i = 0; i < j->v_width; i += LANES)
-        store_vec(acc + i, load_vec(acc + i) + load_vec(part + i) * factor);
-      u->denominator[r] += part[j->v_width + 1] * factor;
+      if (part[width + 1] == 0.0f) continue;
+      const float factor = exp2_one(part[width] - best);
+      for (int64_t i = 0; i < width; i += LANES) {
+        const vec x = load_vec(part + i) * factor;
+        store_vec(acc + i, denominator == 0.0f ? x : load_vec(acc + i) + x); /* -0 + 0 is not -0 */
+      }
+      denominator += part[width + 1] * factor;
     }
+    u->largest[r] = best;
+    u->denominator[r] = denominator;
   }
-  return 1;
 }
 
 /* Load a unit's queries and find what each row sees; returns what any of them does. */
@@ -455,8 +462,6 @@ static struct span prepare_rows(const struct job *j, struct unit *u) {
       u->lane.hi[n] = u->keys[r].hi;
       u->lane.pos[n] = context + i;
       u->lane.slope[n] = l->slopes && exists ? l->slopes[head] * 1.44269504f : 0.0f;
-      u->lane.largest[n] = -INFINITY;
-      u->lane.denominator[n] = 0.0f;
     }
     if (!exists) continue;
     load_row(
@@ -467,11 +472,27 @@ static struct span prepare_rows(const struct job *j, struct unit *u) {
       all.hi = u->keys[r].hi > all.hi ? u->keys[r].hi : all.hi;
     }
   }
-  memset(u->acc, 0, u->rows * j->v_width * sizeof(float));
   return all;
 }
 
-/* Find which unit and split an item is, attend, and write; or leave the sums to the last split. */
+/* The sums of a unit's rows over keys start..end, of keys that go on to `unit_end`. */
+static void sum_keys(const struct job *j, struct unit *u, int64_t start, int64_t end,
+                     int64_t unit_end) {
+  memset(u->acc, 0, u->rows * j->v_width * sizeof(float));
+  for (int n = 0; n < MAX_ROWS * KEYS; ++n) {
+    u->lane.largest[n] = -INFINITY;
+    u->lane.denominator[n] = 0.0f;
+  }
+  if (start < end) run_tiles(j, u, start, end, unit_end);
+  for (int r = 0; r < u->rows; ++r) {
+    u->largest[r] = u->lane.largest[r * KEYS];
+    u->denominator[r] = 0.0f;
+    for (int n = 0; n < KEYS; ++n) u->denominator[r] += u->lane.denominator[r * KEYS + n];
+  }
+}
+
+/* An item is one split of a unit, whose last one to finish merges them and writes; or, where a
+ * request has many rows and so enough units for all threads, all splits of a unit. */
 static void run_item(struct job *j, struct unit *u, int64_t item) {
   const struct batch *b = j->batch;
   const struct layer *l = j->layer;
@@ -482,34 +503,36 @@ static void run_item(struct job *j, struct unit *u, int64_t item) {
     else above = middle;
   }
   const int64_t num_units = j->first_unit[at + 1] - j->first_unit[at];
-  const int64_t num_splits = (j->first_item[at + 1] - j->first_item[at]) / num_units;
-  const int64_t index = (item - j->first_item[at]) / num_splits;
-  const int64_t split = (item - j->first_item[at]) % num_splits;
-  const int64_t num_chunks = num_units / l->num_kv_heads;
+  const int64_t items_per_unit = (j->first_item[at + 1] - j->first_item[at]) / num_units;
+  const int64_t index = (item - j->first_item[at]) / items_per_unit;
+  const int64_t chunks = num_units / l->num_kv_heads;
   u->req = b->served[at];
-  u->kv_head = index / num_chunks;
-  u->first_row = index % num_chunks * MAX_ROWS;
-
+  u->kv_head = index / chunks;
+  u->first_row = index % chunks * MAX_ROWS;
   const struct span all = prepare_rows(j, u);
-  const int64_t first_split = visible_keys(b, l, u->req, 0).lo / SPLIT_KEYS;
-  const int64_t split_start = (first_split + split) * SPLIT_KEYS;
-  const int64_t split_end = split_start + SPLIT_KEYS;
-  const int64_t start = all.lo > split_start ? all.lo : split_start;
-  const int64_t end = all.hi < split_end ? all.hi : split_end;
-  if (start < end) run_tiles(j, u, start, end, all.hi);
-  for (int r = 0; r < u->rows; ++r) {
-    u->largest[r] = u->lane.largest[r * KEYS];
-    u->denominator[r] = 0.0f;
-    for (int n = 0; n < KEYS; ++n) u->denominator[r] += u->lane.denominator[r * KEYS + n];
-  }
-  if (num_splits > 1) {
+
+  int64_t num_splits = items_per_unit, split = (item - j->first_item[at]) % items_per_unit;
+  int64_t last = split, first_key = visible_keys(b, l, u->req, 0).lo / SPLIT_KEYS * SPLIT_KEYS;
+  float *parts = u->parts;
+  if (items_per_unit > 1) {
     const int64_t rows = (b->query_start_loc[u->req + 1] - b->query_start_loc[u->req]) *
                          (l->num_heads / l->num_kv_heads);
-    const int64_t partial = j->first_partial[at] + num_splits * (u->kv_head * rows + u->first_row);
-    if (!merge_splits(j, u, j->partials + partial * (j->v_width + 2), split, num_splits,
-                      &j->pending[j->first_unit[at] + index]))
-      return;
+    const int64_t row = j->first_partial[at] + num_splits * (u->kv_head * rows + u->first_row);
+    parts = j->partials + row * (j->v_width + 2);
+  } else if (all.lo < all.hi) {
+    first_key = all.lo / SPLIT_KEYS * SPLIT_KEYS;
+    num_splits = (all.hi - first_key + SPLIT_KEYS - 1) / SPLIT_KEYS;
+    last = num_splits - 1;
   }
+  for (; split <= last; ++split) {
+    const int64_t start = first_key + split * SPLIT_KEYS, end = start + SPLIT_KEYS;
+    sum_keys(j, u, start > all.lo ? start : all.lo, end < all.hi ? end : all.hi, all.hi);
+    if (num_splits > 1) keep_split(j, u, parts + split * u->rows * (j->v_width + 2));
+  }
+  if (items_per_unit > 1 &&
+      __atomic_sub_fetch(&j->pending[j->first_unit[at] + index], 1, __ATOMIC_ACQ_REL))
+    return;
+  if (num_splits > 1) merge_splits(j, u, parts, num_splits);
   finish_rows(j, u);
 }
 
@@ -519,7 +542,8 @@ static void work(void *argument) {
   u.q = j->workspace + __atomic_fetch_add(&j->next_workspace, j->workspace_size, __ATOMIC_RELAXED);
   u.acc = u.q + MAX_ROWS * j->q_width;
   u.scores = u.acc + MAX_ROWS * j->v_width;
-  u.wide = u.scores + MAX_ROWS * TILE;
+  u.parts = u.scores + MAX_ROWS * TILE;
+  u.wide = u.parts + j->whole_splits * MAX_ROWS * (j->v_width + 2);
   for (;;) {
     const int64_t first = __atomic_fetch_add(&j->next_item, j->portion, __ATOMIC_RELAXED);
     if (first >= j->num_items) return;
@@ -582,9 +606,11 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
     j.first_item[i] = j.num_items;
     j.first_unit[i] = num_units;
     j.first_partial[i] = num_partials;
-    j.num_items += units * splits;
+    const int divide = splits > 1 && rows <= DIVIDED_ROWS;
+    j.num_items += units * (divide ? splits : 1);
     num_units += units;
-    if (splits > 1) num_partials += rows * layer->num_kv_heads * splits;
+    if (divide) num_partials += rows * layer->num_kv_heads * splits;
+    else if (splits > 1 && splits > j.whole_splits) j.whole_splits = splits;
     cost += (hi - lo + 16) * rows * layer->num_kv_heads * (layer->head_size + layer->head_size_v);
   }
   j.first_item[n] = j.num_items;
@@ -593,8 +619,9 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
    * in 25. */
   if (!parallel || j.num_items == 1 || cost < 1000000) num_threads = 1;
   j.portion = j.num_items / (num_threads * 16) + 1;
-  j.workspace_size =
-      MAX_ROWS * (j.q_width + j.v_width + TILE) + (j.widen ? TILE * (j.q_width + j.v_width) : 0);
+  j.workspace_size = MAX_ROWS * (j.q_width + j.v_width + TILE) +
+                     j.whole_splits * MAX_ROWS * (j.v_width + 2) +
+                     (j.widen ? TILE * (j.q_width + j.v_width) : 0);
   if (status == OK) {
     j.workspace = aligned_alloc(64, num_threads * j.workspace_size * sizeof(float));
     if (!j.workspace) status = NO_MEMORY;

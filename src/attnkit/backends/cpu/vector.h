@@ -135,7 +135,7 @@ INLINE vec exp2_nonpositive(vec x) {
   p = p * f + 2.40226507e-1f;
   p = p * f + 6.93147181e-1f;
   p = p * f + 1.0f;
-  vec power = (vec)(((vec_i)shifted + 127) << 23);
+  vec power = (vec)(((vec_u)shifted + 127u) << 23);
   return pick(tiny, splat(0.0f), p * power);
 }
 
@@ -151,7 +151,7 @@ INLINE vec tanh_safe(vec x) {
   p = p * s - 5.39682540e-2f;
   p = p * s + 1.33333333e-1f;
   p = p * s - 3.33333333e-1f;
-  return pick(a < 0.35f, x + x * s * p, (vec)((vec_i)far | ((vec_i)x & (int32_t)0x80000000)));
+  return pick(a < 0.35f, x + x * s * p, (vec)((vec_u)far | ((vec_u)x & 0x80000000u)));
 }
 
 /* Which lanes of two vectors a step of `sum_lanes` adds: neighbours inside each group of four, or
