@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attnkit.batch import make_batch
+from attnkit.compiled import forward_context
 from attnkit.kvcache.pool import PagedKVCache
-from attnkit.layer import Attention, forward_context
+from attnkit.layer import Attention
 from attnkit.select import AttentionRequest, Selection, backend_names, register, select
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ In: built once with the layer's static facts; then, per step, q, k, v, the layer
 its builder made for the batch. Out: the attention output, with the log-sum-exp if asked. The layer
 has no parameters of its own: it writes K and V, runs the impl and returns.
 
-Under torch.compile the whole of it is one opaque node, `torch.ops.attnkit.attention`; plan and cache
-then come from the `forward_context` around the compiled call, since a graph cannot carry them.
+Under torch.compile the whole of it is one opaque node (`compiled`); plan and cache then come from the
+`forward_context` around the compiled call, since a graph cannot carry them.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
+from attnkit.compiled import current_forward_context, new_handle, order_token
 from attnkit.contract import (
     AttentionBackend,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionSpec,
     AttentionType,
+    AttentionVariant,
     CommonAttentionMetadata,
     DeviceCapability,
     FullAttentionSpec,
@@ -37,47 +35,15 @@ from attnkit.contract import (
     get_kv_quant_mode,
     kv_cache_torch_dtype,
 )
-from attnkit.errors import BatchError, ConfigurationError
+from attnkit.errors import BackendError, BatchError, ConfigurationError
 from attnkit.select import AttentionRequest, select
 
 _COUNTER = itertools.count()
 _SCALES = ("_q_scale", "_k_scale", "_v_scale")
-_LAYERS: WeakValueDictionary[str, Attention] = WeakValueDictionary()
-"""Handle -> layer: a custom op can only carry a string."""
-
-
-@dataclass(frozen=True)
-class ForwardContext:
-    """Plans and caches of a step, by layer name."""
-
-    attn_metadata: Mapping[str, Any]
-    kv_caches: Mapping[str, torch.Tensor]
-
-
-_FORWARD_CONTEXT: ContextVar[ForwardContext | None] = ContextVar(
-    "attnkit_forward_context", default=None
-)
-
-
-@contextmanager
-def forward_context(
-    attn_metadata: Mapping[str, Any], kv_caches: Mapping[str, torch.Tensor]
-) -> Iterator[None]:
-    """Layers called inside without a cache and a plan take them from here, by their name.
-
-    Args:
-        attn_metadata: layer name -> plan; a layer without one is profiled (writes zeros).
-        kv_caches: layer name -> cache.
-    """
-    token = _FORWARD_CONTEXT.set(ForwardContext(attn_metadata, kv_caches))
-    try:
-        yield
-    finally:
-        _FORWARD_CONTEXT.reset(token)
 
 
 class Attention(nn.Module):
-    """One attention layer over a paged cache.
+    """One attention layer over a paged cache, for inference: no gradient flows through it.
 
     Attributes:
         backend: the chosen backend class.
@@ -91,6 +57,7 @@ class Attention(nn.Module):
     _k_scale: torch.Tensor
     _v_scale: torch.Tensor
     _prob_scale: torch.Tensor
+    _order: torch.Tensor
     _q_scale_float: float
     _k_scale_float: float
     _v_scale_float: float
@@ -155,21 +122,38 @@ class Attention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_heads(num_heads, num_kv_heads, head_size, head_size_v, block_size)
+        scale = 1 / math.sqrt(head_size) if scale is None else scale
+        # Whatever the backend checks, a layer's variant is checked, and before one is chosen.
+        variant = AttentionVariant.from_impl_args(
+            num_heads=num_heads,
+            scale=scale,
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=attn_type,
+            sinks=sinks,
+            use_alibi_sqrt=use_alibi_sqrt,
+        )
+        get_kv_quant_mode(kv_cache_dtype)  # An unknown format is the user's mistake, not a refusal.
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_size = head_size
         self.head_size_v = head_size if head_size_v is None else head_size_v
-        self.scale = 1 / math.sqrt(head_size) if scale is None else scale
+        self.scale = scale
         self.sliding_window = sliding_window
-        self.attn_type = AttentionType(attn_type)
+        self.attn_type = variant.attn_type
         self.kv_cache_dtype = kv_cache_dtype
+        capability = DeviceCapability.of(device)
         self.dtype, self.device = dtype, torch.device(device)
         self.block_size = block_size
-        number = next(_COUNTER)
-        self.layer_name = f"attention.{number}" if layer_name is None else layer_name
+        self.layer_name = f"attention.{next(_COUNTER)}" if layer_name is None else layer_name
+        if kv_sharing_target_layer_name == self.layer_name:
+            raise ConfigurationError(
+                f"layer {self.layer_name} would share its own cache and nobody write it; name another "
+                "layer in kv_sharing_target_layer_name, or none"
+            )
         self.cache_name = kv_sharing_target_layer_name or self.layer_name
         self.return_lse = return_lse
         self.vllm_config = VllmConfig() if vllm_config is None else vllm_config
-        get_kv_quant_mode(kv_cache_dtype)  # An unknown format is the user's mistake, not a refusal.
 
         self.selection = select(
             AttentionRequest(
@@ -182,7 +166,7 @@ class Attention(nn.Module):
                 block_size=block_size,
                 has_sink=sinks is not None,
                 use_per_head_quant_scales=use_per_head_quant_scales,
-                device_capability=DeviceCapability.of(self.device),
+                device_capability=capability,
                 attn_type=self.attn_type.value,
                 has_sliding_window=sliding_window is not None,
                 use_non_causal=use_non_causal,
@@ -195,8 +179,8 @@ class Attention(nn.Module):
         )
         self.backend = self.selection.backend
         extras: dict[str, Any] = {}
-        if sinks is not None:
-            extras["sinks"] = sinks.to(self.device)
+        if variant.sinks is not None:
+            extras["sinks"] = variant.sinks.to(self.device)
         if use_alibi_sqrt:
             extras["use_alibi_sqrt"] = True
         if self.head_size_v != head_size:
@@ -208,10 +192,10 @@ class Attention(nn.Module):
             head_size,
             self.scale,
             num_kv_heads,
-            None if alibi_slopes is None else list(alibi_slopes),
+            None if variant.alibi_slopes is None else variant.alibi_slopes.tolist(),
             sliding_window,
             kv_cache_dtype,
-            logits_soft_cap,
+            variant.logits_soft_cap,
             self.attn_type.value,
             kv_sharing_target_layer_name,
             **extras,
@@ -224,6 +208,7 @@ class Attention(nn.Module):
             self.register_buffer(name, ones, persistent=False)
             setattr(self, f"{name}_float", _host_scale(ones))
         self.register_buffer("_prob_scale", torch.ones((), device=self.device), persistent=False)
+        self.register_buffer("_order", order_token(self.device), persistent=False)
         # Older impls return a new tensor unless their backend accepts a buffer.
         parameter = inspect.signature(impl_cls.forward).parameters["output"]
         self._passes_output = (
@@ -234,9 +219,17 @@ class Attention(nn.Module):
             and kv_sharing_target_layer_name is None
             and self.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
         )
+        self._needs_cache = self.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+        self._page = (
+            _logical_page(self.backend, self._spec(block_size)) if self._needs_cache else None
+        )
         self._builder: AttentionMetadataBuilder[Any] | None = None
-        self._handle = f"{self.layer_name}#{number}"
-        _LAYERS[self._handle] = self
+        self._handle = new_handle(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy is a layer of its own: under the handle of the original, compiled code would run that.
+        super().__setstate__(state)
+        self._handle = new_handle(self)
 
     def extra_repr(self) -> str:
         return (
@@ -263,8 +256,12 @@ class Attention(nn.Module):
             )
         if self.attn_type is not AttentionType.DECODER:
             return None
+        return self._spec(self.block_size if block_size is None else block_size)
+
+    def _spec(self, block_size: int) -> AttentionSpec:
+        """The cache this layer reads, whoever owns it."""
         facts: dict[str, Any] = {
-            "block_size": self.block_size if block_size is None else block_size,
+            "block_size": block_size,
             "num_kv_heads": self.num_kv_heads,
             "head_size": self.head_size,
             "head_size_v": self.head_size_v,
@@ -285,17 +282,8 @@ class Attention(nn.Module):
         Args:
             layer_names: of the group; None: this layer alone.
         """
-        spec = self.get_kv_cache_spec() or self.backend.customize_spec(
-            FullAttentionSpec(
-                block_size=self.block_size,
-                num_kv_heads=self.num_kv_heads,
-                head_size=self.head_size,
-                head_size_v=self.head_size_v,
-                dtype=kv_cache_torch_dtype(self.kv_cache_dtype, self.dtype),
-                kv_quant_mode=get_kv_quant_mode(self.kv_cache_dtype),
-            )
-        )
         names = [self.layer_name] if layer_names is None else list(layer_names)
+        spec = self._spec(self.block_size)
         return self.backend.get_builder_cls()(spec, names, self.vllm_config, self.device)
 
     def build(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
@@ -305,7 +293,8 @@ class Attention(nn.Module):
             common_attn_metadata: from `attnkit.make_batch`, or an engine's own.
 
         Raises:
-            BatchError: the batch's tensors are too short for its tokens or requests.
+            BatchError: the batch's tensors are too short for its tokens or requests, or of other
+                dtypes than `CommonAttentionMetadata` says.
         """
         _check_batch(common_attn_metadata)
         if self._builder is None:
@@ -357,28 +346,34 @@ class Attention(nn.Module):
 
         Args:
             query: (num_tokens, num_heads, head_size), or the last two flattened.
-            key: (num_tokens, num_kv_heads, head_size), likewise; None where the cache is shared.
+            key: (num_tokens, num_kv_heads, head_size), likewise; None where the cache is shared, and
+                in cross attention when the encoder's output is in the cache already.
             value: (num_tokens, num_kv_heads, head_size_v), likewise.
             kv_cache: this layer's cache; None: from `forward_context`.
-            attn_metadata: this step's plan; None: from `forward_context`, and without one there
-                either a profiling run, which returns zeros.
+            attn_metadata: this step's plan; None: from `forward_context`, and outside of one a
+                profiling run, which returns zeros (and an lse of -inf).
 
         Returns:
             The output, shaped as `query` with head_size_v; with `return_lse` also the lse, float32
             (num_tokens, num_heads), natural logarithm.
 
         Raises:
-            BatchError: a tensor does not fit the layer; nothing has been written.
+            BatchError: a tensor does not fit the layer or the plan; nothing has been written.
         """
         q = self._heads("query", query, self.num_heads, self.head_size)
         k = v = None
         if key is not None and value is not None:
             k = self._heads("key", key, self.num_kv_heads, self.head_size)
             v = self._heads("value", value, self.num_kv_heads, self.head_size_v)
-        elif self._writes_cache:
+            if k.shape[0] != v.shape[0]:
+                raise BatchError(
+                    f"layer {self.layer_name} got {k.shape[0]} keys and {v.shape[0]} values; "
+                    "give one of each per token"
+                )
+        elif key is not None or value is not None or not self._runs_without_kv():
             raise BatchError(
-                f"layer {self.layer_name} got no key or value but owns a cache to write; "
-                "pass both, or set kv_sharing_target_layer_name"
+                f"layer {self.layer_name} got {'no key' if key is None else 'no value'}, and its K and "
+                "V are in no other layer's cache; pass both, or set kv_sharing_target_layer_name"
             )
         output = q.new_empty(q.shape[0], self.num_heads, self.head_size_v)
         lse = (
@@ -392,13 +387,19 @@ class Attention(nn.Module):
                     "a compiled graph cannot carry a cache or a plan; leave them out and put "
                     "attnkit.forward_context(...) around the compiled call"
                 )
-            torch.ops.attnkit.attention(q, k, v, output, lse, self._handle)
+            torch.ops.attnkit.attention(q, k, v, output, lse, self._order, self._handle)
         else:
             self._run(q, k, v, output, lse, kv_cache, attn_metadata)
         if query.dim() == 2:
             output = output.flatten(1)
         return output if lse is None else (output, lse)
 
+    def _runs_without_kv(self) -> bool:
+        return self.cache_name != self.layer_name or (
+            self.attn_type is AttentionType.ENCODER_DECODER
+        )
+
+    @torch.no_grad()
     def _run(
         self,
         query: torch.Tensor,
@@ -410,26 +411,18 @@ class Attention(nn.Module):
         attn_metadata: Any | None,
     ) -> None:
         """Fill `output` and `lse`; what the custom op stands for."""
-        if attn_metadata is None and (context := _FORWARD_CONTEXT.get()) is not None:
-            attn_metadata = context.attn_metadata.get(self.layer_name)
-            kv_cache = context.kv_caches.get(self.cache_name) if kv_cache is None else kv_cache
+        if (context := current_forward_context()) is not None:
+            if attn_metadata is None:
+                attn_metadata = context.plan_of(self.layer_name)
+            if kv_cache is None:
+                kv_cache = context.kv_caches.get(self.cache_name)
         if attn_metadata is None:
             output.zero_()
             return
+        self._check_step(query, key, kv_cache, attn_metadata)
         if kv_cache is None:
-            if self.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
-                raise BatchError(
-                    f"layer {self.layer_name} got a plan but no cache; pass cache[{self.cache_name!r}]"
-                )
             kv_cache = query.new_empty(0)
-        num_planned = getattr(attn_metadata, "num_actual_tokens", 0)
-        if query.shape[0] < num_planned:
-            raise BatchError(
-                f"layer {self.layer_name} got {query.shape[0]} query rows for a plan of "
-                f"{num_planned} tokens; pass the tensors of the batch that was planned"
-            )
-        if self._writes_cache:
-            assert key is not None
+        if self._writes_cache and key is not None:
             assert value is not None
             self.impl.do_kv_cache_update(self, key, value, kv_cache, attn_metadata.slot_mapping)
         result = self.impl.forward(
@@ -441,6 +434,11 @@ class Attention(nn.Module):
             attn_metadata,
             *((output,) if self._passes_output else ()),
         )
+        if lse is not None and not isinstance(result, tuple):
+            raise BackendError(
+                f"backend {self.selection.name} says it can return the LSE, but its forward returned "
+                "the output alone; return (output, lse) when need_to_return_lse_for_decode is set"
+            )
         if isinstance(result, tuple):
             result, rows = result
             if lse is not None:
@@ -450,6 +448,41 @@ class Attention(nn.Module):
         if not self._passes_output:
             output.copy_(result.view_as(output))
 
+    def _check_step(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+        attn_metadata: Any,
+    ) -> None:
+        """Whether tensors, cache and plan are of one step, by their shapes alone."""
+        num_planned = getattr(attn_metadata, "num_actual_tokens", 0)
+        if query.shape[0] < num_planned:
+            raise BatchError(
+                f"layer {self.layer_name} got {query.shape[0]} query rows for a plan of "
+                f"{num_planned} tokens; pass the tensors of the batch that was planned"
+            )
+        if self._writes_cache and key is not None:
+            num_slots = attn_metadata.slot_mapping.shape[0]
+            if key.shape[0] < num_slots:
+                raise BatchError(
+                    f"layer {self.layer_name} got {key.shape[0]} keys for a plan that writes "
+                    f"{num_slots}; pass the tensors of the batch that was planned"
+                )
+        if not self._needs_cache:
+            return
+        if kv_cache is None:
+            raise BatchError(
+                f"layer {self.layer_name} got a plan but no cache; pass cache[{self.cache_name!r}]"
+            )
+        if self._page is not None and (*kv_cache.shape[1:], kv_cache.dtype) != self._page:
+            *shape, dtype = self._page
+            raise BatchError(
+                f"layer {self.layer_name} got a cache of shape {tuple(kv_cache.shape)} and "
+                f"{kv_cache.dtype}; its blocks are {tuple(shape)} of {dtype} (KV heads, block_size, "
+                f"sizes of K and V together)"
+            )
+
     def _heads(self, name: str, x: torch.Tensor, heads: int, size: int) -> torch.Tensor:
         if x.dim() == 2 and x.shape[1] == heads * size:
             x = x.unflatten(1, (heads, size))
@@ -458,9 +491,10 @@ class Attention(nn.Module):
                 f"{name} of layer {self.layer_name} has shape {tuple(x.shape)}; give "
                 f"(num_tokens, {heads}, {size}) or (num_tokens, {heads * size})"
             )
-        if x.dtype != self.dtype:
+        if x.dtype != self.dtype or x.device.type != self.device.type:
             raise BatchError(
-                f"{name} of layer {self.layer_name} is {x.dtype}, the layer was built for {self.dtype}"
+                f"{name} of layer {self.layer_name} is {x.dtype} on {x.device}, the layer was built "
+                f"for {self.dtype} on {self.device}"
             )
         return x
 
@@ -471,19 +505,19 @@ def _host_scale(scale: torch.Tensor) -> float:
 
 
 def _check_batch(batch: CommonAttentionMetadata) -> None:
-    """Host-side shapes only: nothing waits for the device."""
+    """Shapes and dtypes only: nothing waits for the device."""
     num_tokens = int(batch.query_start_loc_cpu[-1])
-    for name, needed in (
-        ("slot_mapping", num_tokens),
-        ("seq_lens", batch.num_reqs),
-        ("block_table_tensor", batch.num_reqs),
-        ("query_start_loc", batch.num_reqs + 1),
+    for name, needed, dtype in (
+        ("slot_mapping", num_tokens, torch.int64),
+        ("seq_lens", batch.num_reqs, torch.int32),
+        ("block_table_tensor", batch.num_reqs, torch.int32),
+        ("query_start_loc", batch.num_reqs + 1, torch.int32),
     ):
-        given = getattr(batch, name).shape[0]
-        if given < needed:
+        tensor: torch.Tensor = getattr(batch, name)
+        if tensor.shape[0] < needed or tensor.dtype != dtype:
             raise BatchError(
-                f"the batch of {batch.num_reqs} requests and {num_tokens} tokens has {given} entries "
-                f"in {name}; give {needed}"
+                f"the batch of {batch.num_reqs} requests and {num_tokens} tokens has "
+                f"{tensor.shape[0]} entries of {tensor.dtype} in {name}; give {needed} of {dtype}"
             )
 
 
@@ -502,25 +536,12 @@ def _check_heads(
         raise ConfigurationError(f"block_size {block_size} is not allowed; give at least 1")
 
 
-@torch.library.custom_op("attnkit::attention", mutates_args=("output", "lse"))
-def _attention_op(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    output: torch.Tensor,
-    lse: torch.Tensor | None,
-    handle: str,
-) -> None:
-    _LAYERS[handle]._run(query, key, value, output, lse, None, None)
-
-
-@_attention_op.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    output: torch.Tensor,
-    lse: torch.Tensor | None,
-    handle: str,
-) -> None:
+def _logical_page(
+    backend: type[AttentionBackend], spec: AttentionSpec
+) -> tuple[int, int, int, torch.dtype] | None:
+    """What a block of the layer's cache looks like; None for backends with a shape of their own."""
+    try:
+        backend.get_kv_cache_shape(1, spec.block_size, spec.num_kv_heads, spec.head_size)
+    except NotImplementedError:
+        return spec.head_slots, spec.num_states, spec.content_size, spec.dtype
     return None
