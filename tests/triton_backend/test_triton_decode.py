@@ -14,7 +14,8 @@ import torch
 from triton_problem import DEVICE, Problem, make_problem
 
 from attnkit.backends.triton.configs import DecodeConfig
-from attnkit.backends.triton.launch import Parts, launch_decode
+from attnkit.backends.triton.launch import launch_decode
+from attnkit.backends.triton.operands import Parts
 
 SHORT = DecodeConfig(
     block_m=16,

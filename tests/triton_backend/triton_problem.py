@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnkit.backends.triton.launch import Operands
+from attnkit.backends.triton.operands import Operands
 from attnkit.conformance.oracle import Meaning, attend
 from attnkit.contract import AttentionVariant
 

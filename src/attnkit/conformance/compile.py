@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from attnkit.backends.triton import configs, launch
+from attnkit.backends.triton.operands import Operands, Parts
 from attnkit.contract import AttentionVariant, DeviceCapability
 from attnkit.errors import ConfigurationError
 
@@ -193,7 +194,7 @@ def _operands(
     page: int | None,
     heads: int,
     kv_heads: int,
-) -> launch.Operands:
+) -> Operands:
     num_tokens, num_reqs = 4096, 64
     if page is None:
         key = _empty(num_tokens, kv_heads, size, dtype=dtype)
@@ -203,7 +204,7 @@ def _operands(
         pages = _empty(64, page, kv_heads, size + size_v, dtype=cache).transpose(1, 2)
         key, value = pages[..., :size], pages[..., size:]
         table = _empty(num_reqs, 256, dtype=torch.int32)
-    return launch.Operands(
+    return Operands(
         query=_empty(num_tokens, heads, size, dtype=dtype),
         key=key,
         value=value,
@@ -270,9 +271,9 @@ def _decode(
     )
     parts = None
     if split:
-        numel = launch.Parts.numel(operands, query_len, config.max_segments)
+        numel = Parts.numel(operands, query_len, config.max_segments)
         memory = _empty(numel, dtype=torch.float32)
-        parts = launch.Parts.of(memory, operands, query_len, config.max_segments)
+        parts = Parts.of(memory, operands, query_len, config.max_segments)
     calls = launch.decode_calls(
         operands,
         _variant(size, heads, features),

@@ -13,6 +13,7 @@ import math
 import torch
 
 from attnkit.backends.triton.configs import decode_config, decode_query_len, num_splits
+from attnkit.backends.triton.operands import Operands, Parts
 from attnkit.backends.triton.plan import TritonMetadata
 from attnkit.contract import (
     AttentionImpl,
@@ -106,7 +107,7 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             keys, values = _rows(key[:num_tokens]), _rows(value[:num_tokens])
         else:
             keys, values = kv_cache[..., : self.head_size], kv_cache[..., self.head_size :]
-        operands = launch.Operands(
+        operands = Operands(
             query=_rows(query[:num_tokens]),
             key=keys,
             value=values,
@@ -121,18 +122,15 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         if not cacheless:
             decoded = decode_query_len(operands.group_size, plan.decode_query_len)
         if plan.min_query_len <= decoded:
-            self._decode(launch, operands, plan, decoded)
+            self._decode(operands, plan, decoded)
         if plan.max_query_len > decoded:
             launch.launch_attention(operands, self.variant, min_query_len=decoded + 1)
         return output if lse is None else (output, lse)
 
-    def _decode(self, launch, operands, plan: TritonMetadata, decoded: int) -> None:
-        """Serve the requests with at most `decoded` queries.
+    def _decode(self, operands: Operands, plan: TritonMetadata, decoded: int) -> None:
+        """Serve the requests with at most `decoded` queries."""
+        from attnkit.backends.triton import launch
 
-        Args:
-            launch: the module of that name.
-            operands: its `Operands`.
-        """
         gpu = launch.gpu_of(operands.query.device)
         config = decode_config(
             self.head_size,
@@ -151,13 +149,13 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             longest_to_mean=plan.longest_to_mean,
             is_captured=plan.is_captured,
         )
-        numel = launch.Parts.numel(operands, longest, max_segments)
+        numel = Parts.numel(operands, longest, max_segments)
         if numel > _MAX_PARTS:
             splits = 1
         parts = None
         if splits > 1:
             memory = plan.workspace.reserve(numel)
-            parts = launch.Parts.of(memory, operands, longest, max_segments)
+            parts = Parts.of(memory, operands, longest, max_segments)
         launch.launch_decode(
             operands,
             self.variant,

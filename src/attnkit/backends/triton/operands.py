@@ -1,0 +1,119 @@
+"""Operands: the tensors of one attention step; Parts: memory for the states of split requests.
+
+In: tensors from whoever has them. Out: the same, checked against each other, with the counts that follow
+from their shapes. Host code; does not need Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Operands:
+    """What attention reads and writes. R requests, T tokens.
+
+    Attributes:
+        query: (T, num_heads, head_size).
+        key: (num_blocks, num_kv_heads, block_size, head_size), any strides but 1 for the last; without
+            a block table (T, num_kv_heads, head_size).
+        value: the same with head_size_v.
+        output: (T, num_heads, head_size_v).
+        lse: float32 (T, num_heads); None: not wanted.
+        query_start_loc: int32 (R + 1,).
+        kv_lens: int32 (R,): keys of each request. Not read without a block table: there the keys are
+            the request's own tokens.
+        block_table: int32 (R, W).
+        causal: of all requests, or bool (R,).
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor | None
+    query_start_loc: torch.Tensor
+    kv_lens: torch.Tensor
+    block_table: torch.Tensor | None
+    causal: bool | torch.Tensor
+
+    def __post_init__(self) -> None:
+        q, k, v, out, lse = self.query, self.key, self.value, self.output, self.lse
+        ndim = 3 if self.block_table is None else 4
+        assert k.dim() == v.dim() == ndim, f"key {k.shape} and value {v.shape} are not {ndim}-d"
+        assert k.shape[:-1] == v.shape[:-1], f"key {k.shape} does not fit value {v.shape}"
+        assert q.shape[-1] == k.shape[-1], f"query {q.shape} does not fit key {k.shape}"
+        assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads over {k.shape[1]} KV heads"
+        assert out.shape == (*q.shape[:2], v.shape[-1]), f"output is {out.shape}"
+        for name, x in (("query", q), ("key", k), ("value", v), ("output", out)):
+            assert x.stride(-1) == 1 or x.shape[-1] == 1, f"{name} has last stride {x.stride(-1)}"
+        assert lse is None or (lse.shape == q.shape[:2] and lse.dtype == torch.float32), lse
+        assert lse is None or lse.stride(-1) == 1 or lse.shape[-1] == 1, lse.stride()
+        assert self.query_start_loc.shape[0] == self.num_reqs + 1, self.query_start_loc.shape
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests, padding rows included."""
+        return self.kv_lens.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of K and V."""
+        return self.key.shape[1]
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.query.shape[1] // self.num_kv_heads
+
+    @property
+    def value_follows_key(self) -> bool:
+        """Each value stands right behind its key in one tensor, as in a layer's cache."""
+        key, value = self.key, self.value
+        return (
+            key.stride() == value.stride()
+            and key.untyped_storage()._cdata == value.untyped_storage()._cdata
+            and value.storage_offset() - key.storage_offset() == key.shape[-1]
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Parts:
+    """Where programs that share a request leave the states of its segments.
+
+    Attributes:
+        acc: float32 (rows, max_segments, head_size_v), with rows (R, part_rows, num_heads).
+        top: float32 (rows, max_segments), the largest score.
+        total: float32 (rows, max_segments), the sum of weights.
+        part_rows: queries per request that there is room for.
+        max_segments: segments per request that there is room for.
+    """
+
+    acc: torch.Tensor
+    top: torch.Tensor
+    total: torch.Tensor
+    part_rows: int
+    max_segments: int
+
+    @staticmethod
+    def numel(operands: Operands, part_rows: int, max_segments: int) -> int:
+        """float32 elements that `of` needs."""
+        rows = operands.num_reqs * part_rows * operands.query.shape[1]
+        return rows * max_segments * (operands.value.shape[-1] + 2)
+
+    @classmethod
+    def of(
+        cls, memory: torch.Tensor, operands: Operands, part_rows: int, max_segments: int
+    ) -> Parts:
+        """Lay the three out in float32 memory of at least `numel` elements."""
+        num_parts = operands.num_reqs * part_rows * operands.query.shape[1] * max_segments
+        num_acc = num_parts * operands.value.shape[-1]
+        return cls(
+            acc=memory[:num_acc],
+            top=memory[num_acc : num_acc + num_parts],
+            total=memory[num_acc + num_parts : num_acc + 2 * num_parts],
+            part_rows=part_rows,
+            max_segments=max_segments,
+        )
