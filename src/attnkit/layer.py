@@ -146,10 +146,13 @@ class Attention(nn.Module):
         self.dtype, self.device = dtype, torch.device(device)
         self.block_size = block_size
         self.layer_name = f"attention.{next(_COUNTER)}" if layer_name is None else layer_name
-        if kv_sharing_target_layer_name == self.layer_name:
+        self._needs_cache = self.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+        if kv_sharing_target_layer_name == self.layer_name or (
+            kv_sharing_target_layer_name is not None and not self._needs_cache
+        ):
             raise ConfigurationError(
-                f"layer {self.layer_name} would share its own cache and nobody write it; name another "
-                "layer in kv_sharing_target_layer_name, or none"
+                f"layer {self.layer_name} ({self.attn_type}) cannot share the cache of "
+                f"{kv_sharing_target_layer_name}; layers with a cache share that of another layer"
             )
         self.cache_name = kv_sharing_target_layer_name or self.layer_name
         self.return_lse = return_lse
@@ -210,16 +213,14 @@ class Attention(nn.Module):
         self.register_buffer("_prob_scale", torch.ones((), device=self.device), persistent=False)
         self.register_buffer("_order", order_token(self.device), persistent=False)
         # Older impls return a new tensor unless their backend accepts a buffer.
-        parameter = inspect.signature(impl_cls.forward).parameters["output"]
-        self._passes_output = (
-            parameter.default is inspect.Parameter.empty or self.backend.accept_output_buffer
-        )
+        parameter = inspect.signature(impl_cls.forward).parameters.get("output")
+        is_older = parameter is not None and parameter.default is not inspect.Parameter.empty
+        self._passes_output = not is_older or self.backend.accept_output_buffer
         self._writes_cache = (
-            not self.backend.forward_includes_kv_cache_update
+            self._needs_cache
             and kv_sharing_target_layer_name is None
-            and self.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+            and not self.backend.forward_includes_kv_cache_update
         )
-        self._needs_cache = self.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
         self._page = (
             _logical_page(self.backend, self._spec(block_size)) if self._needs_cache else None
         )
