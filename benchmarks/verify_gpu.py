@@ -1,0 +1,77 @@
+"""The conformance kit on a GPU, spread over processes because most of its time is kernel compilation.
+
+    python benchmarks/verify_gpu.py triton --jobs 14 --json verify.json
+
+Prints the report and each failure; the JSON is the record: device, versions, commit, every check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+
+import torch
+
+from attnkit.conformance import Outcome, Report, Subject, all_checks
+from attnkit.conformance.verify import outcome_of
+
+
+def _judge(work: tuple[str, str, int, int]) -> list[Outcome]:
+    backend, device, first, step = work
+    subject = Subject.of(backend, device)
+    return [outcome_of(check) for check in all_checks(subject)[first::step]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("backend")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--json")
+    parser.add_argument("--commit", default="")
+    args = parser.parse_args()
+    started = time.perf_counter()
+    shares = 4 * args.jobs
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+        parts = pool.map(_judge, [(args.backend, args.device, i, shares) for i in range(shares)], 1)
+    report = Report(
+        backend=args.backend,
+        device=torch.cuda.get_device_name() if args.device == "cuda" else args.device,
+        outcomes=tuple(outcome for part in parts for outcome in part),
+        seconds=time.perf_counter() - started,
+    )
+    print(report)
+    if args.json:
+        import triton
+
+        commit = (
+            args.commit
+            or subprocess.run(
+                ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+            ).stdout.strip()
+        )
+        record = {
+            "commit": commit,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "device": report.device,
+            "backend": report.backend,
+            "seconds": report.seconds,
+            "passed": len(report.passed),
+            "cases": report.num_cases,
+            "failed": [asdict(o) for o in report.failed],
+            "refused": sorted(o.name for o in report.refused),
+            "checks": sorted(o.name for o in report.passed),
+        }
+        with open(args.json, "w") as file:
+            json.dump(record, file, indent=1)
+    sys.exit(0 if report.ok else 1)
+
+
+if __name__ == "__main__":
+    main()
