@@ -158,9 +158,7 @@ def _inner_product_loops(instructions: list[str]) -> list[tuple[int, int]]:
         (a, b) for a, b in loops if sum("HGMMA" in line for line in instructions[a : b + 1]) >= 8
     ]
     return [
-        (a, b)
-        for a, b in held
-        if not any((c, d) != (a, b) and c >= a and d <= b for c, d in held)
+        (a, b) for a, b in held if not any((c, d) != (a, b) and c >= a and d <= b for c, d in held)
     ]
 
 

@@ -1,8 +1,6 @@
-"""The hopper backend on a CPU: its Gluon kernels in the emulator, its Triton kernels in the interpreter."""
+"""The hopper backend on a CPU: Gluon kernels in the emulator, Triton kernels in the interpreter."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import emulator
 import pytest
@@ -25,10 +23,10 @@ class EmulatedHopper(HopperBackend):
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[HopperBackend]]:
+def emulated(monkeypatch: pytest.MonkeyPatch) -> type[HopperBackend]:
     """The backend class, its attention kernels replaced by emulated ones."""
     modules = emulator.load("tile", "prefill", "decode")
     monkeypatch.setattr(launch, "prefill_kernel", modules["prefill"].prefill_kernel)
     monkeypatch.setattr(launch, "decode_kernel", modules["decode"].decode_kernel)
     monkeypatch.setattr(launch, "TensorDescriptor", emulator.TensorDescriptor)
-    yield EmulatedHopper
+    return EmulatedHopper

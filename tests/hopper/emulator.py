@@ -124,6 +124,8 @@ class Value:
     def __and__(self, other: Any) -> Value:
         return self._with(other, np.bitwise_and)
 
+    __rand__ = __and__
+
     def __or__(self, other: Any) -> Value:
         return self._with(other, np.bitwise_or)
 
@@ -389,7 +391,12 @@ class Program:
                         return
                     self.changed.wait()
                 task = self.copies.pop(self.random.randrange(len(self.copies)))
-            task()
+            try:
+                task()
+            except AssertionError as error:
+                with self.changed:
+                    self.failed = self.failed or error
+                    self.changed.notify_all()
 
     def run(self, roles: Sequence[Callable[[], None]]) -> None:
         """All roles at once; the first error of any of them."""
@@ -675,6 +682,7 @@ def _api() -> types.ModuleType:
         mbarrier=mbarrier,
         named_barrier_arrive=lambda x, i, n: _named_barrier(x, i, n, False),
         named_barrier_sync=lambda x, i, n: _named_barrier(x, i, n, True),
+        opaque=lambda x: x,
         reciprocal=lambda x: 1.0 / x,
         reinterpret=reinterpret,
         tma_load=tma_load,
@@ -684,8 +692,14 @@ def _api() -> types.ModuleType:
     return api
 
 
-def load(*names: str) -> dict[str, types.ModuleType]:
-    """Device modules by name, over this emulator; each may import those before it."""
+def load(
+    *names: str, edit: Callable[[str, str], str] = lambda name, source: source
+) -> dict[str, types.ModuleType]:
+    """Device modules by name, over this emulator; each may import those before it.
+
+    Args:
+        edit: (name, source) -> source, to plant faults.
+    """
     import attnkit.backends.hopper as package
 
     folder = Path(package.__file__).parent
@@ -695,8 +709,7 @@ def load(*names: str) -> dict[str, types.ModuleType]:
 
         for name in names:
             module = types.ModuleType(f"{PACKAGE}.{name}")
-            source = (folder / f"{name}.py").read_text()
-            # Annotated constants inside functions are plain assignments here.
+            source = edit(name, (folder / f"{name}.py").read_text())
             assert not re.search(r"^import triton", source, re.M), f"{name} goes around gluon_api"
             exec(compile(source, f"{folder / name}.py", "exec"), module.__dict__)
             sys.modules[f"{PACKAGE}.{name}"] = modules[f"{PACKAGE}.{name}"] = module

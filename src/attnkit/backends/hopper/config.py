@@ -67,10 +67,12 @@ class PrefillConfig(KernelConfig):
 
     Attributes:
         num_consumers: warpgroups that attend, of 64 rows each.
+        q_stages: row tiles of Q in a ring, 1 or 2; with 2 the next one's Q is there when it begins.
         turns: consumers issue their products one after the other.
     """
 
     num_consumers: int
+    q_stages: int
     turns: bool
 
 

@@ -14,6 +14,8 @@ between pieces, so memory is never idle.
 """
 
 # ruff: noqa: RUF005, SIM102 (device code: tuples grow by +, and `if` on a constant stands alone)
+# pyright: reportArgumentType=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from attnkit.backends.hopper.gluon_api import (
     barrier,
@@ -43,10 +45,9 @@ RADIX = gl.constexpr(8)
 
 
 @gluon.jit
-def read_piece(pieces_ptr, i):
-    """Record i of `decode_plan`: request, first token, KV head, number of tokens, position and reach of
-    the first token, keys of the request, first K/V tile and number of them."""
-    record = pieces_ptr + i * 16
+def read_piece(record):
+    """Start of a record of `plan_kernels.share_decodes_kernel`: request, first token, KV head, number of
+    tokens, position and reach of the first token, keys of the request, first K/V tile and how many."""
     return (
         gl.load(record),
         gl.load(record + 1),
@@ -61,20 +62,27 @@ def read_piece(pieces_ptr, i):
 
 
 @gluon.jit
-def read_split(pieces_ptr, i):
-    """The rest of record i: which piece of its unit it is, of how many, and the first one's program."""
-    record = pieces_ptr + i * 16
+def read_split(record):
+    """Rest of a record: which piece of its unit it is, of how many, and the first one's program."""
     return gl.load(record + 9), gl.load(record + 10), gl.load(record + 11)
 
 
 @gluon.jit
+def read_unit(record):
+    """End of a record: its unit."""
+    return gl.load(record + 12)
+
+
+@gluon.jit
 def my_share(share_ptr):
-    """First and end of this program's K/V tiles, counted over the batch, and its first piece."""
+    """First and end of this program's K/V tiles, counted over the batch, and its first record.
+
+    First records have places of their own, so that a launch need not ask where they are.
+    """
     me = gl.program_id(0)
     size = gl.load(share_ptr)
     total = gl.load(share_ptr + 1)
-    piece = me + gl.load(share_ptr + 16 + me, mask=me * size < total, other=0)
-    return me * size, gl.minimum(me * size + size, total), piece
+    return me * size, gl.minimum(me * size + size, total), share_ptr + 16 + me * 16
 
 
 @gluon.jit
@@ -96,25 +104,29 @@ def produce(
     num_pages,
     window,
 ):
-    """One warp that feeds K (and Q) or V. Pages of the next tile are looked up one tile ahead."""
+    """One warp that feeds K (and Q) or V. Pages are looked up two tiles ahead, since the first tiles of
+    a launch are copied as fast as they are found."""
     STRIPS: gl.constexpr = CONFIG.head_size // 64
-    at, end, piece = my_share(share_ptr)
+    at, end, record = my_share(share_ptr)
     step = 0
     num_done = 0
     while at < end:
         request, token, kv_head, num_tokens, position, reach, num_keys, first_tile, num_tiles = (
-            read_piece(pieces_ptr, piece)
+            read_piece(record)
         )
+        unit = read_unit(record)
         table = table_ptr + request.to(gl.int64) * table_stride
         end_key = gl.maximum(gl.minimum(position + reach + num_tokens, num_keys), 0)
         first_key = first_key_of(position, window, CONFIG)
         pages = pages_of_tile(table, first_tile, first_key, end_key, num_pages, CONFIG)
+        later = pages_of_tile(table, first_tile + 1, first_key, end_key, num_pages, CONFIG)
         for n in range(0, num_tiles):
             tile = first_tile + n
             slot = step % CONFIG.stages
             now = pages
+            pages = later
             # Past the last tile this finds pages that nobody copies.
-            pages = pages_of_tile(table, tile + 1, first_key, end_key, num_pages, CONFIG)
+            later = pages_of_tile(table, tile + 2, first_key, end_key, num_pages, CONFIG)
             mbarrier.wait(empty.index(slot), ((step // CONFIG.stages) & 1) ^ 1)
             copy_tile(desc, buffer, full.index(slot), now, tile, kv_head, slot, CONFIG)
             if LOADS_Q:
@@ -125,7 +137,7 @@ def produce(
                         tma_load(q_desc, [token, kv_head, 0, c * 64], q_full, q_buffer.index(c))
             step += 1
         at += num_tiles
-        piece += 1
+        record = pieces_ptr + (gl.program_id(0) + unit + 1) * 16
         num_done += 1
 
 
@@ -365,12 +377,12 @@ def consume(
     row = gl.arange(0, 64, ROW_LAYOUT)
     row_token = row // CONFIG.pack
     factors = (log2_scale, score_factor, cap_log2)
-    at, end, piece = my_share(share_ptr)
+    at, end, record = my_share(share_ptr)
     step = 0
     num_done = 0
     while at < end:
         _, token, kv_head, num_tokens, position, reach, num_keys, first_tile, num_tiles = (
-            read_piece(pieces_ptr, piece)
+            read_piece(record)
         )
         first_key = first_key_of(position, window, CONFIG)
         sight = (row_token, position, reach, num_keys, window)
@@ -423,7 +435,8 @@ def consume(
         if not CONFIG.q_in_registers:
             mbarrier.arrive(q_empty, count=1)
 
-        split, num_splits, first_program = read_split(pieces_ptr, piece)
+        split, num_splits, first_program = read_split(record)
+        unit = read_unit(record)
         top = gl.convert_layout(top, ACC_ROWS)
         total = gl.convert_layout(total, ACC_ROWS)
         acc_row = gl.arange(0, 64, ACC_ROWS)
@@ -476,7 +489,7 @@ def consume(
                 sinks_ptr,
             )
         at += num_tiles
-        piece += 1
+        record = pieces_ptr + (gl.program_id(0) + unit + 1) * 16
         num_done += 1
 
 

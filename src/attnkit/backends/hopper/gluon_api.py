@@ -7,6 +7,8 @@ Seen so far: `thread_barrier` became `barrier` and `_reinterpret` became `reinte
 `tma.async_copy_*` became `tma.async_load` and `tma.async_store`, and the old names now raise.
 """
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 from typing import Any
 
 import triton
@@ -31,6 +33,7 @@ __all__ = [
     "mbarrier",
     "named_barrier_arrive",
     "named_barrier_sync",
+    "opaque",
     "reciprocal",
     "reinterpret",
     "tma_load",
@@ -74,6 +77,14 @@ def named_barrier_arrive(x, ID: gl.constexpr, THREADS: gl.constexpr):
     """Count this partition's threads at barrier ID without waiting. `x` is any int32 scalar."""
     ASM: gl.constexpr = _barrier_asm("arrive", ID, THREADS)
     gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def opaque(x):
+    """The int32 scalar x, as a value the compiler knows nothing about and computes in place."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

@@ -118,7 +118,7 @@ class HopperImpl(AttentionImpl[HopperMetadata]):
             value=kv_cache[..., self.head_size :],
             output=output,
             lse=lse,
-            block_table=attn_metadata.batch.block_table_tensor,
+            block_table=attn_metadata.block_table,
         )
         prefill, decode = self._config(page_size, lse is not None)
         if plan.prefill is not None:

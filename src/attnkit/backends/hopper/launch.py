@@ -76,16 +76,21 @@ class KernelCall:
         grid: programs along each axis.
         arguments: by parameter name.
         options: of the compiler.
+        device: of the tensors among the arguments.
     """
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
     options: dict[str, Any]
+    device: torch.device
 
     def launch(self) -> None:
         """Start it, unless there is nothing to do."""
-        if all(self.grid):
+        if not all(self.grid):
+            return
+        # Triton launches on the current device, whatever the tensors are on.
+        with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
             self.kernel[self.grid](**self.arguments, **self.options)
 
 
@@ -139,6 +144,7 @@ def row_tiles_call(
             "BLOCK": block,
         },
         options={"num_warps": 4},
+        device=work.device,
     )
 
 
@@ -154,7 +160,7 @@ def share_decodes_call(
     """Share out the decodes of a batch.
 
     Args:
-        share: int32 (16 + num_programs,), to be filled.
+        share: int32 (16 + 16 * num_programs,), to be filled.
         pieces: int32 (num_programs + units, 16), to be filled.
         lengths: of the batch.
         num_kv_heads: of the layer.
@@ -181,6 +187,7 @@ def share_decodes_call(
             "BLOCK_PIECES": 32,
         },
         options={"num_warps": 1},
+        device=lengths.seq_lens.device,
     )
 
 
@@ -213,6 +220,7 @@ def prefill_call(
             "CONFIG": config,
         },
         options=_options(config),
+        device=operands.query.device,
     )
 
 
@@ -255,7 +263,7 @@ def decode_call(
     Args:
         operands: of the step.
         variant: score and mask, its tensors on the operands' device.
-        share: int32 (16 + num_programs,).
+        share: int32 (16 + 16 * num_programs,).
         pieces: int32 (num_programs + units, 16).
         states: of as many programs; not to be used by two launches at once.
         config: made for the layer, the pages and `variant`.
@@ -276,6 +284,7 @@ def decode_call(
             "CONFIG": config,
         },
         options=_options(config),
+        device=operands.query.device,
     )
 
 
@@ -324,6 +333,7 @@ def write_call(
             "BLOCK": block,
         },
         options={"num_warps": 4},
+        device=key.device,
     )
 
 

@@ -10,7 +10,7 @@ out of captured graphs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,11 +22,11 @@ from attnkit.backends.hopper.tuning import (
     MAX_DECODE_QUERY_LEN,
     decode_config,
     decode_programs,
+    decode_query_len,
     prefill_config,
 )
 from attnkit.contract import (
     AttentionCGSupport,
-    AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
     KVCacheSpec,
@@ -110,14 +110,26 @@ class Planner:
         )
         if batch.max_query_len <= MAX_DECODE_QUERY_LEN:
             some = batch.num_reqs > 0 and batch.max_query_len > 0
-            return Plan(prefill=None, decode=self._decodes(lengths, geometry) if some else None)
+            decode = self._decodes(lengths, geometry, MAX_DECODE_QUERY_LEN) if some else None
+            return Plan(prefill=None, decode=decode)
         query_lens = np.diff(batch.query_start_loc_cpu.numpy()).astype(np.int64)
-        is_prefill = query_lens > MAX_DECODE_QUERY_LEN
-        has_decodes = bool(((query_lens > 0) & ~is_prefill).any())
+        longest = self._decode_query_len(query_lens, geometry)
+        is_prefill = query_lens > longest
+        decodes = query_lens[(query_lens > 0) & ~is_prefill]
         return Plan(
-            prefill=self._prefills(batch, lengths, np.where(is_prefill, query_lens, 0), geometry),
-            decode=self._decodes(lengths, geometry) if has_decodes else None,
+            prefill=self._prefills(batch, lengths, np.where(is_prefill, query_lens, 0), geometry)
+            if is_prefill.any()
+            else None,
+            decode=self._decodes(lengths, geometry, longest) if decodes.size else None,
         )
+
+    def _decode_query_len(self, query_lens: np.ndarray, geometry: Geometry) -> int:
+        g = geometry
+        config = prefill_config(g.head_size, g.group_size, g.page_size, ScoreConfig())
+        long = query_lens[query_lens > MAX_DECODE_QUERY_LEN]
+        row_tiles = -(-long // (64 * config.num_consumers // config.pack))
+        head_tiles = g.num_kv_heads * g.group_size // config.pack
+        return decode_query_len(int(row_tiles.sum()) * head_tiles, self._num_sms)
 
     def _prefills(
         self,
@@ -152,19 +164,22 @@ class Planner:
         row_tiles_call(work, tiles.num_tiles, num_starts, records, lengths, config).launch()
         return PrefillPlan(starts=work, num_programs=tiles.num_programs, records=records)
 
-    def _decodes(self, lengths: Any, geometry: Geometry) -> DecodePlan:
+    def _decodes(self, lengths: Any, geometry: Geometry, max_query_len: int) -> DecodePlan:
         from attnkit.backends.hopper.launch import States, share_decodes_call
 
         g = geometry
         config = decode_config(g.head_size, g.group_size, g.page_size, ScoreConfig())
         num_programs = decode_programs(config, self._num_sms)
+        # Room for every batch of the engine, so that no later one moves what a graph was captured with:
+        # short requests, and longer ones where they are few (a row tile of the prefill kernel, of which
+        # there are at most num_sms / 2, makes at most 4 here).
         row_tiles = -(-MAX_DECODE_QUERY_LEN // (64 // config.pack))
         num_reqs = max(lengths.seq_lens.shape[0], self._max_num_reqs)
-        num_records = num_programs + num_reqs * g.num_kv_heads * row_tiles
+        num_records = num_programs + num_reqs * g.num_kv_heads * row_tiles + 2 * self._num_sms
         plan = self._decode_plans.get(g)
         if plan is None or plan.pieces.shape[0] < num_records:
             plan = self._decode_plans[g] = DecodePlan(
-                share=torch.zeros(16 + num_programs, dtype=torch.int32, device=self._device),
+                share=torch.zeros(16 + 16 * num_programs, dtype=torch.int32, device=self._device),
                 pieces=torch.zeros(num_records, 16, dtype=torch.int32, device=self._device),
                 states=States.make(num_programs, g.head_size, self._device),
             )
@@ -174,30 +189,30 @@ class Planner:
             lengths,
             g.num_kv_heads,
             num_programs,
-            MAX_DECODE_QUERY_LEN,
+            max_query_len,
             config,
         ).launch()
         return plan
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class HopperMetadata(AttentionMetadata):
+# Neither frozen nor with slots: engines' wrappers subclass plans and assign their slot_mapping.
+@dataclass(kw_only=True, eq=False)
+class HopperMetadata:
     """One batch and its plans.
 
     Attributes:
         batch: as it came.
+        block_table: int32 (R, W).
+        slot_mapping: int64 (T,): where the layer writes this step's keys and values.
         planner: the builder's.
         plans: made so far, by geometry.
     """
 
     batch: CommonAttentionMetadata
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
     planner: Planner
     plans: dict[Geometry, Plan] = field(default_factory=dict)
-
-    @property
-    def slot_mapping(self) -> torch.Tensor:
-        """int64 (T,): where the layer writes this step's keys and values."""
-        return self.batch.slot_mapping
 
     def plan(self, geometry: Geometry) -> Plan:
         """The work of layers of a geometry."""
@@ -245,7 +260,12 @@ class HopperMetadataBuilder(AttentionMetadataBuilder[HopperMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> HopperMetadata:
-        metadata = HopperMetadata(batch=common_attn_metadata, planner=self._planner)
+        metadata = HopperMetadata(
+            batch=common_attn_metadata,
+            block_table=common_attn_metadata.block_table_tensor,
+            slot_mapping=common_attn_metadata.slot_mapping,
+            planner=self._planner,
+        )
         for geometry in self._planner.geometries:
             metadata.plan(geometry)
         return metadata
@@ -256,8 +276,8 @@ class HopperMetadataBuilder(AttentionMetadataBuilder[HopperMetadata]):
         blk_table: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> HopperMetadata:
-        batch = metadata.batch.replace(block_table_tensor=blk_table, slot_mapping=slot_mapping)
-        return HopperMetadata(batch=batch, planner=metadata.planner, plans=metadata.plans)
+        # Plans know lengths only, so both share them.
+        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
 
 
 def _upload(values: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -118,8 +118,8 @@ def share_decodes_kernel(
     Units stand in a row: requests of 1 to max_query_len queries, in each the KV heads, in each the row
     tiles of TOKENS tokens. Their K/V tiles, counted over the batch, are cut into equal shares, at least
     LEAST. The record of unit u's piece in program p is at p + u: one of 16 numbers, as
-    `decode.read_piece` and `decode.read_split` read them. `share_ptr`: tiles of a share, tiles of the
-    batch, and from 16 on each program's first unit.
+    `decode.read_piece` and what follows it read them. `share_ptr`: tiles of a share, tiles of the batch,
+    and from 16 on the first record of each program, which is only there.
     """
     me = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -169,9 +169,9 @@ def share_decodes_kernel(
             program = first_program + split
             piece_begin = tl.maximum(begin, program * size)
             piece_end = tl.minimum(end, program * size + size)
-            starts_share = there & (piece_begin == program * size)
-            tl.store(share_ptr + 16 + program, unit + split * 0, mask=starts_share)
             record = pieces_ptr + (program + unit) * 16
+            first_record = share_ptr + 16 + program * 16
+            record = tl.where(piece_begin == program * size, first_record, record)
             zero = split * 0
             offset = row_tile * TOKENS
             tl.store(record, me + zero, mask=there)
@@ -186,3 +186,4 @@ def share_decodes_kernel(
             tl.store(record + 9, split, mask=there)
             tl.store(record + 10, num_splits + zero, mask=there)
             tl.store(record + 11, first_program + zero, mask=there)
+            tl.store(record + 12, unit + zero, mask=there)

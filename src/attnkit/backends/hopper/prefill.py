@@ -14,6 +14,8 @@ edge of a window last, and all between need no mask.
 """
 
 # ruff: noqa: RUF005, SIM102 (device code: tuples grow by +, and `if` on a constant stands alone)
+# pyright: reportArgumentType=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from attnkit.backends.hopper.gluon_api import (
     barrier,
@@ -23,6 +25,7 @@ from attnkit.backends.hopper.gluon_api import (
     mbarrier,
     named_barrier_arrive,
     named_barrier_sync,
+    opaque,
     reinterpret,
     tma_load,
     warpgroup_mma,
@@ -63,6 +66,20 @@ def read_sight(tiles_ptr, i):
 
 
 @gluon.jit
+def copy_rows(q_desc, q_buffer, q_full, buffer, token, head_tile, CONFIG: gl.constexpr):
+    """Start the copies of one row tile of Q into a buffer of its ring."""
+    STRIPS: gl.constexpr = CONFIG.head_size // 64
+    CONSUMERS: gl.constexpr = CONFIG.num_consumers
+    TOKENS: gl.constexpr = 64 // CONFIG.pack
+    full = q_full.index(buffer)
+    mbarrier.expect(full, CONSUMERS * 64 * STRIPS * 128)
+    for c in gl.static_range(STRIPS):
+        for w in gl.static_range(CONSUMERS):
+            place = q_buffer.index((buffer * CONSUMERS + w) * STRIPS + c)
+            tma_load(q_desc, [token + w * TOKENS, head_tile, 0, c * 64], full, place)
+
+
+@gluon.jit
 def produce(
     LOADS_Q: gl.constexpr,
     CONFIG: gl.constexpr,
@@ -81,12 +98,14 @@ def produce(
     window,
 ):
     """One warp that feeds K (and Q) or V. Pages of the next tile are looked up one tile ahead."""
-    STRIPS: gl.constexpr = CONFIG.head_size // 64
-    CONSUMERS: gl.constexpr = CONFIG.num_consumers
-    TOKENS: gl.constexpr = 64 // CONFIG.pack
+    AHEAD: gl.constexpr = CONFIG.q_stages - 1
     first = gl.load(starts_ptr + gl.program_id(0))
     end = gl.load(starts_ptr + gl.program_id(0) + 1)
     step = 0
+    if LOADS_Q:
+        if AHEAD == 1:
+            token, head_tile, num_tokens = read_rows(tiles_ptr, first)
+            copy_rows(q_desc, q_buffer, q_full, 0, token, head_tile, CONFIG)
     for i in range(first, end):
         request = gl.load(tiles_ptr + i * 8)
         token, head_tile, num_tokens = read_rows(tiles_ptr, i)
@@ -108,23 +127,17 @@ def produce(
             mbarrier.wait(empty.index(slot), ((step // CONFIG.stages) & 1) ^ 1)
             copy_tile(desc, buffer, full.index(slot), now, tile, kv_head, slot, CONFIG)
             if LOADS_Q:
-                if n == 0:
-                    # The last K tile of the row tile before was released after its last use of Q.
+                if (n == 0) & (i + AHEAD < end):
+                    # The row tile before was done with its Q when it released its last K tile.
                     before = step - 1
                     mbarrier.wait(
                         empty.index(before & (CONFIG.stages - 1)),
                         (before // CONFIG.stages) & 1,
                         pred=i > first,
                     )
-                    mbarrier.expect(q_full, CONSUMERS * 64 * STRIPS * 128)
-                    for c in gl.static_range(STRIPS):
-                        for w in gl.static_range(CONSUMERS):
-                            tma_load(
-                                q_desc,
-                                [token + w * TOKENS, head_tile, 0, c * 64],
-                                q_full,
-                                q_buffer.index(w * STRIPS + c),
-                            )
+                    token, head_tile, num_tokens = read_rows(tiles_ptr, i + AHEAD)
+                    q_slot = (i + AHEAD - first) & AHEAD
+                    copy_rows(q_desc, q_buffer, q_full, q_slot, token, head_tile, CONFIG)
             step += 1
 
 
@@ -152,7 +165,8 @@ def attend_tile(
     S_LAYOUT: gl.constexpr,
     P_LAYOUT: gl.constexpr,
     MASKED: gl.constexpr,
-    q,
+    q_tiles,
+    q_slot,
     k_tiles,
     v_tiles,
     k_full,
@@ -179,6 +193,12 @@ def attend_tile(
     slot = step & (CONFIG.stages - 1)
     phase = (step // CONFIG.stages) & 1
     slot_before = (step - 1) & (CONFIG.stages - 1)
+    # Opaque, so that ptxas 12.8 cannot share the address between consecutive loops: it then leaves it in
+    # front of the first, and a second one reads a stale register where the first runs zero times.
+    q_index = ME
+    if CONFIG.q_stages > 1:
+        q_index = opaque(q_slot) * CONFIG.num_consumers + ME
+    q = q_tiles.index(q_index)
     p = gl.convert_layout(weights.to(q.dtype), P_LAYOUT)
     mbarrier.wait(k_full.index(slot), phase)
     take_turn(step, ME, CONFIG)
@@ -276,14 +296,13 @@ def consume(
     # Tokens of this consumer's first and last row, counted from the row tile's first.
     NEAR: gl.constexpr = ME * 64 // CONFIG.pack
     FAR: gl.constexpr = (ME * 64 + 63) // CONFIG.pack
-    q = q_tiles.index(ME)
     row = ME * 64 + gl.arange(0, 64, ROW_LAYOUT)
     row_token = row // CONFIG.pack
     factors = (log2_scale, score_factor, cap_log2)
     first = gl.load(starts_ptr + gl.program_id(0))
     end = gl.load(starts_ptr + gl.program_id(0) + 1)
     step = 0
-    if ME == CONFIG.num_consumers - 1:
+    if CONFIG.num_consumers - 1 == ME:
         pass_turn(step, ME, CONFIG)
     position, reach, num_keys, num_tiles = read_sight(tiles_ptr, first)
     for i in range(first, end):
@@ -298,10 +317,12 @@ def consume(
             slopes = gl.load(slopes_ptr + head) * 1.4426950408889634
 
         # The first K tile: there is no product with V beside it.
+        q_slot = (i - first) & (CONFIG.q_stages - 1)
+        q = q_tiles.index(q_slot * CONFIG.num_consumers + ME)
         slot = step & (CONFIG.stages - 1)
         phase = (step // CONFIG.stages) & 1
         mbarrier.wait(k_full.index(slot), phase)
-        mbarrier.wait(q_full, (i - first) & 1)
+        mbarrier.wait(q_full.index(q_slot), ((i - first) // CONFIG.q_stages) & 1)
         take_turn(step, ME, CONFIG)
         s = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
         s = warpgroup_mma(q, k_tiles.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
@@ -341,7 +362,8 @@ def consume(
                     S_LAYOUT,
                     P_LAYOUT,
                     part != 1,
-                    q,
+                    q_tiles,
+                    q_slot,
                     k_tiles,
                     v_tiles,
                     k_full,
@@ -438,22 +460,24 @@ def prefill_kernel(
     STAGES: gl.constexpr = CONFIG.stages
     CONSUMERS: gl.constexpr = CONFIG.num_consumers
     BOXES: gl.constexpr = STAGES * (HEAD_SIZE // 64) * (BLOCK_N // ROWS)
-    Q_BOXES: gl.constexpr = CONSUMERS * (HEAD_SIZE // 64)
+    Q_STAGES: gl.constexpr = CONFIG.q_stages
+    Q_BOXES: gl.constexpr = Q_STAGES * CONSUMERS * (HEAD_SIZE // 64)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_boxes = gl.allocate_shared_memory(DTYPE, [Q_BOXES, 64 // PACK, 1, PACK, 64], q_desc.layout)
     k_boxes = gl.allocate_shared_memory(DTYPE, [BOXES, 1, 1, ROWS, 64], k_desc.layout)
     v_boxes = gl.allocate_shared_memory(DTYPE, [BOXES, 1, 1, ROWS, 64], v_desc.layout)
-    q_tiles = reinterpret(q_boxes, DTYPE, [CONSUMERS, 64, HEAD_SIZE], MATRIX)
+    q_tiles = reinterpret(q_boxes, DTYPE, [Q_STAGES * CONSUMERS, 64, HEAD_SIZE], MATRIX)
     k_tiles = reinterpret(k_boxes, DTYPE, [STAGES, BLOCK_N, HEAD_SIZE], MATRIX)
     v_tiles = reinterpret(v_boxes, DTYPE, [STAGES, BLOCK_N, HEAD_SIZE], MATRIX)
 
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(q_full, count=1)
+    for s in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(s), count=1)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(k_empty.index(s), count=CONSUMERS)

@@ -11,7 +11,9 @@ the swizzled matrix that the tensor cores read.
 Scores are kept in units of `log2_scale`: a weight is exp2((score - max) * log2_scale).
 """
 
-# ruff: noqa: RUF005, SIM102 (device code: tuples grow by +, and `if` on a constant stands alone)
+# ruff: noqa: RUF005 (device code: tuples grow by +, and `if` on a constant stands alone)
+# pyright: reportArgumentType=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from attnkit.backends.hopper.gluon_api import (
     barrier,

@@ -20,20 +20,39 @@ MAX_GROUP_SIZE = 64
 """Query heads of a KV head fit the 64 rows of a warpgroup's product."""
 
 MAX_DECODE_QUERY_LEN = 16
-"""Requests with at most this many queries are decoded, others prefilled. A row tile of the prefill
-kernel has 128 rows or more, so that with 16 queries it would be mostly empty for groups below 8."""
+"""Requests with at most this many queries are always decoded. A row tile of the prefill kernel has
+128 rows or more, so that with 16 queries it would be mostly empty for groups below 8."""
+
+LONG_DECODE_QUERY_LEN = 128
+"""Requests with up to this many are decoded too where row tiles are few (`decode_query_len`)."""
+
+
+def decode_query_len(num_row_tiles: int, num_sms: int) -> int:
+    """Queries up to which a request of this batch is decoded.
+
+    The decode kernel shares one context out among all multiprocessors, at the price of reading it once
+    per 64 rows. The prefill kernel gives a row tile to one multiprocessor, so with half of them idle it
+    is the slower one (predicted: 128 tokens on 32,768, 8 KV heads, group 4: 32 row tiles of 256 K/V
+    tiles at 1.8 us, 460 us; against 1 GB out of the L2 cache, 200 us).
+
+    Args:
+        num_row_tiles: that the prefill kernel would have for requests longer than
+            MAX_DECODE_QUERY_LEN.
+        num_sms: multiprocessors.
+    """
+    return LONG_DECODE_QUERY_LEN if 2 * num_row_tiles <= num_sms else MAX_DECODE_QUERY_LEN
 
 
 def prefill_config(
     head_size: int, group_size: int, page_size: int, score: ScoreConfig
 ) -> PrefillConfig:
     """Constants of the prefill kernel."""
-    block_n, stages, num_consumers, turns = 128, 2, 2, True
+    block_n, stages, q_stages, num_consumers, turns = 128, 2, 2, 2, True
     maxnreg, consumer_registers, producer_registers = 168, 240, 24
     if head_size == 256:
-        # The accumulator alone is 128 registers, and a tile of 128 keys would not leave room for two
-        # in shared memory. One pair of runs gave 632 TFLOP/s with turns and 707 without (page 16).
-        block_n, turns = 64, False
+        # The accumulator alone is 128 registers, and neither two tiles of 128 keys nor a second Q fit
+        # into shared memory. One pair of runs gave 632 TFLOP/s with turns and 707 without (page 16).
+        block_n, q_stages, turns = 64, 1, False
     return PrefillConfig(
         score=score,
         head_size=head_size,
@@ -49,6 +68,7 @@ def prefill_config(
         consumer_registers=consumer_registers,
         producer_registers=producer_registers,
         num_consumers=num_consumers,
+        q_stages=q_stages,
         turns=turns,
     )
 
