@@ -1,0 +1,1 @@
+"""The runner: checkpoints, models driven as one packed stream, scheduling, sampling, text."""

@@ -7,50 +7,27 @@ increments. What runs is decided here once: device, dtype, backend, pages; the s
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
 
-from attnkit.contract import (
-    AttentionBackend,
-    CacheConfig,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
-from attnkit.errors import ConfigurationError, ModelError, RequestError
+from attnkit.contract import AttentionBackend
+from attnkit.errors import ModelError, RequestError
 from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.engine import Engine, EngineStats, Entry
-from attnkit.runner.model import PackedModel, load_model, load_tokenizer
+from attnkit.runner.interrupt import Interrupted, interrupts_after
+from attnkit.runner.loading import load_model, load_tokenizer
+from attnkit.runner.memory import choose_device, choose_num_blocks
+from attnkit.runner.model import PackedModel
 from attnkit.runner.output import RequestOutput, StreamOutput
 from attnkit.runner.sampling_params import SamplingParams
 
 Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = Mapping[str, Any]
 Progress: TypeAlias = Callable[[int, int, int], None]
-
-_CPU_CACHE_LIMIT = 4 << 30
-_CUDA_CACHE_SHARE = 0.85
-"""Of the memory that is free once the weights are there; the rest is for activations."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during generation: everything was stopped and every page given back.
-
-    Attributes:
-        outputs: what there was, in the prompts' order; unfinished ones have finish_reason "abort".
-    """
-
-    def __init__(self, outputs: list[RequestOutput]) -> None:
-        super().__init__()
-        self.outputs = outputs
 
 
 class LLM:
@@ -109,7 +86,7 @@ class LLM:
             BackendError: no such backend, or it cannot serve the model; with every reason.
             CacheError: the memory holds no page.
         """
-        where = _device(device)
+        where = choose_device(device)
         checkpoint = resolve_checkpoint(model, notice)
         self.name = checkpoint.name
         self.model_path: Path = checkpoint.path
@@ -117,22 +94,13 @@ class LLM:
         tokens = max_num_batched_tokens
         tokens = (2048 if where.type == "cpu" else 8192) if tokens is None else tokens
         seqs = min(256, tokens) if max_num_seqs is None else max_num_seqs
-        config = VllmConfig(
-            model_config=ModelConfig(
-                dtype=self.dtype, max_model_len=max_model_len or ModelConfig().max_model_len
-            ),
-            cache_config=CacheConfig(
-                block_size=block_size or CacheConfig().block_size,
-                enable_prefix_caching=enable_prefix_caching,
-            ),
-            scheduler_config=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens),
-        )
         packed = PackedModel(
             loaded,
             backend=backend,
             block_size=block_size,
             max_model_len=max_model_len,
-            vllm_config=config,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens,
         )
         self._tokenizer: Any = None
         self._tokenizer_error: ModelError | None = None
@@ -142,7 +110,7 @@ class LLM:
             self._tokenizer_error = error
         self.engine = Engine(
             packed,
-            num_blocks=_num_blocks(packed, num_blocks, kv_cache_bytes, seqs, tokens),
+            num_blocks=choose_num_blocks(packed, num_blocks, kv_cache_bytes, seqs, tokens),
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
             enable_prefix_caching=enable_prefix_caching,
@@ -310,7 +278,7 @@ class LLM:
     def _iterate(self, entry: Entry) -> Iterator[StreamOutput]:
         try:
             while True:
-                with _interrupts_after():
+                with interrupts_after():
                     piece = self.engine.advance(entry)
                 yield piece
                 if piece.finish_reason is not None:
@@ -349,7 +317,7 @@ class LLM:
         try:
             unfinished = list(entries)
             while unfinished:
-                with _interrupts_after():
+                with interrupts_after():
                     self.engine.step()
                 unfinished = [e for e in unfinished if not e.request.is_finished]
                 if progress is not None:
@@ -362,85 +330,6 @@ class LLM:
             self.engine.abort(entries)
             raise
         return [entry.output() for entry in entries]
-
-
-@contextmanager
-def _interrupts_after() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is done, so that it cannot tear a step; a second one can.
-
-    Only where Python's own handler is in place and the thread is the one that gets signals.
-    """
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
-        yield
-        return
-    pending = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal pending
-        if pending:
-            signal.default_int_handler(number, frame)
-        pending = True
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if pending:
-        raise KeyboardInterrupt
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigurationError(f"device {device!r} is not known; use cpu or cuda") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise ConfigurationError(f"device {device!r} is not supported; use cpu or cuda")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError(
-            f"device {device!r} was asked for but torch sees no GPU; use device='cpu', or install "
-            "torch with CUDA"
-        )
-    return chosen
-
-
-def _num_blocks(
-    packed: PackedModel,
-    num_blocks: int | None,
-    kv_cache_bytes: int | None,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-) -> int:
-    """Pages to allocate: as asked, else what the memory allows, but no more than could be used."""
-    if num_blocks is not None and kv_cache_bytes is not None:
-        raise ConfigurationError(
-            f"both num_blocks {num_blocks} and kv_cache_bytes {kv_cache_bytes} were given; give one"
-        )
-    plan = packed.kv_plan
-    if num_blocks is not None:
-        return num_blocks
-    if kv_cache_bytes is not None:
-        return plan.num_blocks(kv_cache_bytes)
-    most = 1 + max_num_seqs * plan.max_blocks_per_request(
-        packed.max_model_len, max_num_batched_tokens
-    )
-    return max(2, min(plan.num_blocks(_default_cache_bytes(packed.device)), most))
-
-
-def _default_cache_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * _CUDA_CACHE_SHARE)
-    if not hasattr(os, "sysconf"):  # not a POSIX system
-        return _CPU_CACHE_LIMIT // 4
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(_CPU_CACHE_LIMIT, machine // 4)
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> set[int]:

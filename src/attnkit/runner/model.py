@@ -1,6 +1,6 @@
 """A transformers causal language model, run as one packed stream through attnkit layers.
 
-In: a checkpoint and how to run it. Out: `PackedModel`: the layers it has (built from `discovery`),
+In: a loaded model and how to run it. Out: `PackedModel`: the layers it has (built from `discovery`),
 what they keep in the cache, and `forward(step)`, which returns the logits of the wanted rows. Its
 model code is transformers', unmodified; all requests of a step are one sequence to it, with
 `position_ids` of their own and no cache.
@@ -9,23 +9,32 @@ model code is transformers', unmodified; all requests of a step are one sequence
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from attnkit.contract import AttentionBackend, AttentionSpec, KVCacheLayout, MultipleOf
+from attnkit.contract import (
+    AttentionBackend,
+    AttentionSpec,
+    CacheConfig,
+    KVCacheLayout,
+    ModelConfig,
+    MultipleOf,
+    SchedulerConfig,
+    VllmConfig,
+)
 from attnkit.errors import ConfigurationError, ModelError
 from attnkit.kvcache.groups import KVCachePlan, plan_kv_cache
 from attnkit.kvcache.pool import PagedKVCache
 from attnkit.layer import Attention
 from attnkit.runner import hook
-from attnkit.runner.checkpoint import Checkpoint, check_loading_report, resolve_checkpoint
+from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.discovery import LayerFacts, discover_layers
+from attnkit.runner.loading import load_model
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
@@ -51,7 +60,8 @@ class PackedModel:
         backend: str | type[AttentionBackend] = "auto",
         block_size: int | None = None,
         max_model_len: int | None = None,
-        vllm_config: Any | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
     ) -> None:
         """Probe `model` and build a layer for each of its attention modules.
 
@@ -60,7 +70,8 @@ class PackedModel:
             backend: as in `attnkit.Attention`.
             block_size: None: what the chosen backends prefer.
             max_model_len: None: what the model's configuration says. Smaller values are allowed.
-            vllm_config: handed to the layers.
+            max_num_seqs: most requests in a step; backends size buffers by it.
+            max_num_batched_tokens: most tokens in a step, likewise.
 
         Raises:
             ModelError: the model cannot be driven.
@@ -77,9 +88,16 @@ class PackedModel:
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.vocab_size = int(model.config.get_text_config().vocab_size)
 
+        config = VllmConfig(
+            model_config=ModelConfig(dtype=self.dtype, max_model_len=self.max_model_len),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            ),
+        )
         default = 16 if self.device.type == "cuda" else 64
         wanted = default if block_size is None else block_size
-        layers = {f.name: self._layer(f, backend, wanted, vllm_config) for f in facts}
+        # Made once to see which backends are chosen, and again when their page is known.
+        layers = {fact.name: self._layer(fact, backend, wanted, config) for fact in facts}
         if block_size is None:
             wanted = max(la.backend.get_preferred_block_size(default) for la in layers.values())
         self.block_size = wanted
@@ -90,13 +108,9 @@ class PackedModel:
             specs[name] = spec
         self.kv_plan = plan_kv_cache(specs)
         self.blocks_per_block = _blocks_per_block(self.kv_plan, layers)
+        config = replace(config, cache_config=CacheConfig(block_size=wanted))
         sizes = {n: s.block_size // self.blocks_per_block for n, s in self.kv_plan.specs.items()}
-        self.layers = {
-            f.name: layers[f.name]
-            if layers[f.name].block_size == sizes[f.name]
-            else self._layer(f, backend, sizes[f.name], vllm_config)
-            for f in facts
-        }
+        self.layers = {f.name: self._layer(f, backend, sizes[f.name], config) for f in facts}
 
     def allocate(self, num_blocks: int, *, poison: bool = False) -> PagedKVCache:
         """Memory for `num_blocks` pages of every layer, in a layout all backends can read.
@@ -153,7 +167,7 @@ class PackedModel:
         fact: LayerFacts,
         backend: str | type[AttentionBackend],
         block_size: int,
-        vllm_config: Any | None,
+        config: VllmConfig,
     ) -> Attention:
         return Attention(
             fact.num_heads,
@@ -169,7 +183,7 @@ class PackedModel:
             backend=backend,
             layer_name=fact.name,
             block_size=block_size,
-            vllm_config=vllm_config,
+            vllm_config=config,
         )
 
 
@@ -216,44 +230,6 @@ class StepPlanner:
         return hook.PackedStep(self._slots, plans)
 
 
-def load_model(
-    checkpoint: Checkpoint, dtype: str | torch.dtype, device: torch.device
-) -> tuple[Any, torch.dtype]:
-    """Load a checkpoint's weights.
-
-    Args:
-        dtype: a name of `DTYPES`, the dtype itself, or "auto": the checkpoint's own, but float32
-            for float16 on a CPU, which has no fast float16 arithmetic.
-        device: where to.
-
-    Returns:
-        The model and its dtype.
-
-    Raises:
-        ConfigurationError: the dtype is not known.
-        ModelError: transformers cannot load it, or weights are missing.
-    """
-    import transformers
-
-    chosen = _dtype(checkpoint, dtype, device)
-    try:
-        with _quiet_loading():
-            outcome: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                checkpoint.source,
-                dtype=chosen,
-                output_loading_info=True,
-                trust_remote_code=False,
-            )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise ModelError(
-            f"{checkpoint.source} cannot be loaded as a causal language model: {error}; give another "
-            f"model, or a transformers newer than {transformers.__version__}"
-        ) from error
-    model, report = outcome
-    check_loading_report(checkpoint.source, type(model).__name__, report)
-    return model.to(device), chosen
-
-
 def load_layer_facts(model: str | None, dtype: torch.dtype) -> tuple[LayerFacts, ...]:
     """The attention layers of a model, without building any: for `attnkit explain`.
 
@@ -266,53 +242,6 @@ def load_layer_facts(model: str | None, dtype: torch.dtype) -> tuple[LayerFacts,
     """
     loaded, _ = load_model(resolve_checkpoint(model), dtype, torch.device("cpu"))
     return _probe(loaded.eval(), _max_model_len(loaded, None))
-
-
-def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The checkpoint's tokenizer.
-
-    Raises:
-        ModelError: it has none that transformers can load.
-    """
-    import transformers
-
-    try:
-        return transformers.AutoTokenizer.from_pretrained(
-            checkpoint.source, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise ModelError(
-            f"{checkpoint.source} has no tokenizer that can be loaded: {error}; add the tokenizer's "
-            "files to the directory"
-        ) from error
-
-
-def _dtype(checkpoint: Checkpoint, dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    if isinstance(dtype, str) and dtype != "auto":
-        if dtype not in DTYPES:
-            raise ConfigurationError(
-                f"dtype {dtype!r} is not known; use auto, {', '.join(DTYPES)} or a torch.dtype"
-            )
-        return DTYPES[dtype]
-    if isinstance(dtype, torch.dtype):
-        if dtype not in DTYPES.values():
-            raise ConfigurationError(f"dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
-        return dtype
-    import transformers
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(checkpoint.source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"{checkpoint.source} has a configuration that transformers {transformers.__version__} "
-            f"cannot read: {error}; give another model, or a newer transformers"
-        ) from error
-    own: Any = config.get_text_config().dtype or config.dtype
-    if isinstance(own, str):
-        own = DTYPES.get(own)
-    if own is torch.bfloat16 or (own is torch.float16 and device.type != "cpu"):
-        return own
-    return torch.float32
 
 
 def _probe(model: Any, max_model_len: int) -> tuple[LayerFacts, ...]:
@@ -329,20 +258,6 @@ def _set_attention(model: Any, name: str) -> None:
             f"{type(model).__name__} does not let its attention be replaced ({error}); use a model of "
             "transformers' own classes"
         ) from error
-
-
-@contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """transformers without its progress bar: loading from a local directory takes a moment."""
-    from transformers.utils import logging
-
-    had_bar = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if had_bar:
-            logging.enable_progress_bar()
 
 
 def _max_model_len(model: Any, given: int | None) -> int:

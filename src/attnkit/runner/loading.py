@@ -1,0 +1,117 @@
+"""Weights and tokenizer of a checkpoint, through transformers.
+
+In: a `Checkpoint`, a dtype and a device. Out: transformers' own objects, or a ModelError that says what
+is wrong with the files. Code that comes with a checkpoint is never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from attnkit.errors import ConfigurationError, ModelError
+from attnkit.runner.checkpoint import Checkpoint, check_loading_report
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    checkpoint: Checkpoint, dtype: str | torch.dtype, device: torch.device
+) -> tuple[Any, torch.dtype]:
+    """Load a checkpoint's weights.
+
+    Args:
+        dtype: a name of `DTYPES`, the dtype itself, or "auto": the checkpoint's own, but float32
+            for float16 on a CPU, which has no fast float16 arithmetic.
+        device: where to.
+
+    Returns:
+        The model and its dtype.
+
+    Raises:
+        ConfigurationError: the dtype is not known.
+        ModelError: transformers cannot load it, or weights are missing.
+    """
+    import transformers
+
+    chosen = _dtype(checkpoint, dtype, device)
+    try:
+        with _quiet_loading():
+            outcome: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                checkpoint.source,
+                dtype=chosen,
+                output_loading_info=True,
+                trust_remote_code=False,
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelError(
+            f"{checkpoint.source} cannot be loaded as a causal language model: {error}; give another "
+            f"model, or a transformers newer than {transformers.__version__}"
+        ) from error
+    model, report = outcome
+    check_loading_report(checkpoint.source, type(model).__name__, report)
+    return model.to(device), chosen
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """The checkpoint's tokenizer.
+
+    Raises:
+        ModelError: it has none that transformers can load.
+    """
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            checkpoint.source, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise ModelError(
+            f"{checkpoint.source} has no tokenizer that can be loaded: {error}; add the tokenizer's "
+            "files to the directory"
+        ) from error
+
+
+def _dtype(checkpoint: Checkpoint, dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    if isinstance(dtype, str) and dtype != "auto":
+        if dtype not in DTYPES:
+            raise ConfigurationError(
+                f"dtype {dtype!r} is not known; use auto, {', '.join(DTYPES)} or a torch.dtype"
+            )
+        return DTYPES[dtype]
+    if isinstance(dtype, torch.dtype):
+        if dtype not in DTYPES.values():
+            raise ConfigurationError(f"dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
+        return dtype
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(checkpoint.source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"{checkpoint.source} has a configuration that transformers {transformers.__version__} "
+            f"cannot read: {error}; give another model, or a newer transformers"
+        ) from error
+    own: Any = config.get_text_config().dtype or config.dtype
+    if isinstance(own, str):
+        own = DTYPES.get(own)
+    if own is torch.bfloat16 or (own is torch.float16 and device.type != "cpu"):
+        return own
+    return torch.float32
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """transformers without its progress bar: loading from a local directory takes a moment."""
+    from transformers.utils import logging
+
+    had_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bar:
+            logging.enable_progress_bar()
