@@ -115,7 +115,9 @@ def _sample_general(logits: torch.Tensor, states: Sequence[SamplingState]) -> li
     scores = _penalise(raw, states)
     best, ids = scores.max(dim=-1)
     drawn = [r for r, state in enumerate(states) if not state.greedy]
-    if drawn:
+    if len(drawn) == len(states):
+        ids = _draw(scores, states)
+    elif drawn:
         index = torch.tensor(drawn, device=logits.device)
         ids = ids.index_copy(0, index, _draw(scores[index], [states[r] for r in drawn]))
     columns = [ids.double()[:, None], best.double()[:, None]]
@@ -197,7 +199,7 @@ def _cut_top_k_top_p(
         kth = values.gather(1, top_k.clamp(max=width) - 1)
         kth = torch.where(top_k < vocab_size, kth, float("-inf"))
         kept = scores.masked_fill(scores < kth, float("-inf"))
-        total = kept.double().logsumexp(dim=1, keepdim=True)
+        total = kept.logsumexp(dim=1, keepdim=True).double()
         mass = (values.double() - total).exp().masked_fill(values < kth, 0.0)
         before = mass.cumsum(dim=1) - mass
         inside = ((before < top_p) & (mass > 0)).sum(dim=1, keepdim=True).clamp(min=1)
