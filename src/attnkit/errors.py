@@ -1,7 +1,7 @@
 """Every error attnkit raises at a user, as one tree.
 
     AttnkitError
-     |- ConfigurationError (ValueError)   a layer, spec, variant or environment value is not allowed
+     |- ConfigurationError (ValueError)   a value of a layer, spec, variant or device is not allowed
      |- BackendError
      |   |- UnknownBackend                no backend has this name
      |   |- BackendUnavailable            known, but cannot run here (library or device missing)
@@ -21,7 +21,7 @@ class AttnkitError(Exception):
 
 
 class ConfigurationError(AttnkitError, ValueError):
-    """A static value (layer, spec, variant, environment variable) is not allowed."""
+    """A static value (of a layer, spec, variant, device or environment variable) is not allowed."""
 
 
 class BackendError(AttnkitError):
@@ -29,7 +29,7 @@ class BackendError(AttnkitError):
 
 
 class UnknownBackend(BackendError):
-    """No table row, registration, entry point or file has this name."""
+    """No table row, registration, entry point or file has this name, or what has it is no backend."""
 
 
 class BackendUnavailable(BackendError):

@@ -145,6 +145,12 @@ def test_all_reasons_come_at_once_and_in_order() -> None:
         assert all(word in reason for word in named), (reason, named)
 
 
+def test_non_causal_over_ranks_is_one_question_more_for_latents_only() -> None:
+    asked = {**GOOD, "use_non_causal": True, "use_dcp": True}
+    assert len(Plain.validate_configuration(**asked)) == 2
+    assert len(Plain.validate_configuration(**{**asked, "use_mla": True})) == 4
+
+
 def test_mla_and_sparse_mismatch_is_refused_in_both_directions() -> None:
     class Latent(Plain):
         @classmethod

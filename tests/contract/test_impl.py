@@ -193,9 +193,9 @@ def test_mla_outputs_are_quantised_by_the_layer_in_four_formats() -> None:
 def test_latents_and_rope_parts_are_written_side_by_side() -> None:
     cache = torch.full((4, 3, 6), torch.nan)
     latent, rope = torch.randn(5, 4), torch.randn(5, 1, 2)
-    slots = torch.tensor([[7], [-1], [3], [11]])  # Fewer than rows: the last row is padding.
+    slots = torch.tensor([[7], [-1], [3], [9]])  # Fewer than rows: the last row is padding.
     Latent().do_kv_cache_update(latent, rope, cache, slots, "auto", torch.ones(()))
-    for row, slot in ((0, 7), (2, 3), (3, 11)):
+    for row, slot in ((0, 7), (2, 3), (3, 9)):
         written = torch.cat([latent[row], rope[row, 0]])
         assert torch.equal(cache.view(-1, 6)[slot], written)
     assert int(cache.isnan().all(-1).sum()) == 9
