@@ -100,7 +100,10 @@ def generate(
     )
     if chat and not llm.has_chat_template:
         raise ModelError(f"{llm.name} has no chat template; use --raw, or another model")
-    _say(f"{llm.name}, {str(llm.dtype).removeprefix('torch.')}; {llm.explain()}")
+    packed = llm.engine.model
+    kind = str(llm.dtype).removeprefix("torch.")
+    _say(f"{llm.name}, {kind}, on {packed.device}, pages of {packed.block_size} tokens")
+    _say(llm.explain())
     encoded = _encode(llm, texts, llm.has_chat_template if chat is None else chat)
     start = time.perf_counter()
     interrupted = False
