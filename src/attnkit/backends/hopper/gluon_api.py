@@ -61,21 +61,21 @@ def reinterpret(buffer, dtype, shape, layout, _semantic=None):  # type: ignore[n
 
 
 @gluon.constexpr_function
-def _barrier_asm(call: str, barrier_id: int, num_threads: int) -> str:
+def _barrier_asm(call: str, barrier_id: int, num_threads: int):
     return f"bar.{call} {barrier_id}, {num_threads}; mov.b32 $0, $1;"
 
 
 @gluon.jit
 def named_barrier_sync(x, ID: gl.constexpr, THREADS: gl.constexpr):
     """Wait until THREADS threads have come to barrier ID. `x` is any int32 scalar."""
-    ASM: gl.constexpr = _barrier_asm("sync", ID, THREADS)
+    ASM: gl.constexpr = _barrier_asm("sync", ID, THREADS)  # pyright: ignore[reportAssignmentType]
     gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def named_barrier_arrive(x, ID: gl.constexpr, THREADS: gl.constexpr):
     """Count this partition's threads at barrier ID without waiting. `x` is any int32 scalar."""
-    ASM: gl.constexpr = _barrier_asm("arrive", ID, THREADS)
+    ASM: gl.constexpr = _barrier_asm("arrive", ID, THREADS)  # pyright: ignore[reportAssignmentType]
     gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
