@@ -69,7 +69,10 @@ def make_model(family: str = "llama", **changes: Any) -> Any:
     torch.manual_seed(1)
     settings = {**BASE, **FAMILIES.get(family, {}), **changes}
     config = transformers.AutoConfig.for_model(family, **settings)
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    # Eager attention is the one that applies everything a family asks for: sdpa of transformers 5.19
+    # leaves gemma2's soft cap out.
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = model.float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "sinks" in name:
