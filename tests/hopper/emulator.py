@@ -15,7 +15,6 @@ import itertools
 import random
 import re
 import threading
-import time
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,9 +26,6 @@ import numpy as np
 import torch
 
 PACKAGE = "attnkit.backends.hopper"
-PATIENCE = 60.0
-"""Seconds after which a wait counts as a deadlock."""
-
 _TORCH = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
@@ -321,7 +317,7 @@ class Barrier:
             if self.pending == 0 and self.bytes == 0:
                 self.phase += 1
                 self.pending = self.count
-                self.program.changed.notify_all()
+                self.program.notify()
 
     def wait(self, phase: int) -> None:
         self.program.wait(lambda: self.phase & 1 != phase & 1, f"barrier phase {phase}")
@@ -350,14 +346,16 @@ class Product:
         assert acc is not None
         assert acc.dtype == "fp32"
         with np.errstate(all="ignore"):
-            product = a @ self.b.read()
-            self.result = Value(
-                (product + acc.array if self.use_acc else product).astype(np.float32), "fp32"
-            )
+            product = torch.from_numpy(a) @ torch.from_numpy(self.b.read())
+            result = product.numpy() + acc.array if self.use_acc else product.numpy()
+            self.result = Value(result, "fp32")
 
 
 class Program:
-    """One running program: its threads, barriers and copies under way."""
+    """One running program: its roles, barriers and copies under way.
+
+    Copies finish only when some role has nothing else to do, and then in any order.
+    """
 
     def __init__(self, program_id: tuple[int, ...], seed: int) -> None:
         self.program_id = program_id
@@ -366,37 +364,25 @@ class Program:
         self.random = random.Random(seed)
         self.named: dict[int, list[int]] = {}
         self.failed: BaseException | None = None
-        self.done = False
+        self.num_roles = self.num_waiting = 0
+
+    def notify(self) -> None:
+        """Let every role that waits look again."""
+        self.num_waiting = 0
+        self.changed.notify_all()
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
-        limit = time.monotonic() + PATIENCE
         with self.changed:
             while not ready():
                 if self.failed is not None:
                     raise RuntimeError("another role failed")
-                if not self.changed.wait(timeout=max(0.0, limit - time.monotonic())):
-                    raise TimeoutError(f"deadlock: {what}")
-
-    def copy(self, task: Callable[[], None]) -> None:
-        with self.changed:
-            self.copies.append(task)
-            self.changed.notify_all()
-
-    def engine(self) -> None:
-        """Finish copies late and in any order."""
-        while True:
-            with self.changed:
-                while not self.copies:
-                    if self.done:
-                        return
-                    self.changed.wait()
-                task = self.copies.pop(self.random.randrange(len(self.copies)))
-            try:
-                task()
-            except AssertionError as error:
-                with self.changed:
-                    self.failed = self.failed or error
-                    self.changed.notify_all()
+                if self.copies:
+                    self.copies.pop(self.random.randrange(len(self.copies)))()
+                    continue
+                self.num_waiting += 1
+                if self.num_waiting == self.num_roles:
+                    raise TimeoutError(f"deadlock: the last role to wait waits for {what}")
+                self.changed.wait()
 
     def run(self, roles: Sequence[Callable[[], None]]) -> None:
         """All roles at once; the first error of any of them."""
@@ -407,22 +393,19 @@ class Program:
                 role()
                 assert not _HERE.products, "a product was never waited for"
             except BaseException as error:  # noqa: BLE001 (raised again by `run`)
-                with self.changed:
-                    if self.failed is None:
-                        self.failed = error
-                    self.changed.notify_all()
+                self.failed = self.failed or error
+            with self.changed:
+                self.num_roles -= 1
+                self.notify()
 
-        engine = threading.Thread(target=self.engine)
-        engine.start()
         threads = [threading.Thread(target=guarded, args=(role,)) for role in roles]
+        self.num_roles = len(threads)
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        with self.changed:
-            self.done = True
-            self.changed.notify_all()
-        engine.join()
+        for copy in self.copies:
+            copy()
         if self.failed is not None:
             raise self.failed
 
@@ -587,7 +570,10 @@ def tma_load(desc: TensorDescriptor, coordinates: Any, barrier: Barrier, place: 
         place.array[...] = desc.box(coordinates)
         barrier.change(num_bytes=-place.array.size * desc.base.element_size())
 
-    _HERE.program.copy(finish)
+    program = _HERE.program
+    with program.changed:
+        program.copies.append(finish)
+        program.notify()
 
 
 def warpgroup_mma(a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool) -> Product:
@@ -624,7 +610,7 @@ def _named_barrier(x: Any, barrier_id: int, num_threads: int, waits: bool) -> No
         if state[0] == num_threads:
             state[0] = 0
             state[1] += 1
-            program.changed.notify_all()
+            program.notify()
             return
     if waits:
         program.wait(lambda: state[1] != generation, f"named barrier {barrier_id}")
