@@ -119,8 +119,7 @@ def compile_kernel(kernel: Any, config: Any, dtype: str) -> dict[str, Any]:
         "shared": compiled.metadata.shared,
         "warps": compiled.metadata.num_warps,
         "spilled_bytes": int(spill[1]) if spill else 0,
-        "spills_in_loops": sum(bool(re.search(r"\b(STL|LDL)\b", x)) for loop in hot for x in loop),
-        "num_loops": len(hot),
+        "spills_in_loops": [sum(bool(re.search(r"\b(STL|LDL)\b", x)) for x in h) for h in hot],
         "loop_instructions": [len(loop) for loop in hot],
         "products": ptx.count("wgmma.mma_async"),
         "copies": ptx.count("cp.async.bulk.tensor"),
@@ -212,7 +211,8 @@ def variants(everything: bool) -> Iterator[tuple[str, str, Any, str]]:
     for kernel, make in makers.items():
         for head_size in HEAD_SIZES:
             shapes = [("plain", plain, 4, 16, "bf16")]
-            shapes += [(name, score, 4, 16, "fp16") for name, score in scores.items()]
+            if everything or head_size == 128:
+                shapes += [(name, score, 4, 16, "fp16") for name, score in scores.items()]
             if everything:
                 shapes += [(f"group {g}", plain, g, 16, "bf16") for g in (1, 6, 8, 64)]
                 shapes += [(f"page {p}", plain, 4, p, "bf16") for p in (32, 48, 128, 160, 256)]
@@ -237,9 +237,11 @@ def complaints(report: dict[str, Any]) -> list[str]:
     bad += [f"stale descriptor: {line}" for line in report["stale"]]
     if report["shared"] > MAX_SHARED:
         bad.append(f"{report['shared']} bytes of shared memory, {MAX_SHARED} are there")
-    if report["spills_in_loops"]:
-        bad.append(f"{report['spills_in_loops']} spill instructions in loops with products")
-    for what in ("num_loops", "products", "copies"):
+    for num, length in zip(report["spills_in_loops"], report["loop_instructions"], strict=True):
+        # A scalar or two that live across a loop cost next to nothing; a vector would.
+        if num > 0.015 * length:
+            bad.append(f"{num} spill instructions in a loop of {length} with products")
+    for what in ("loop_instructions", "products", "copies"):
         if not report[what]:
             bad.append(f"no {what}")
     return [f"{report['name']}: {line}" for line in bad]
@@ -262,7 +264,7 @@ def main() -> None:
             loops = ",".join(map(str, report["loop_instructions"]))
             print(
                 f"{report['name']:28s} smem {report['shared']:6d} spilled "
-                f"{report['spilled_bytes']:4d} B, in loops {report['spills_in_loops']}, "
+                f"{report['spilled_bytes']:4d} B, in loops {sum(report['spills_in_loops'])}, "
                 f"wgmma {report['products']}, tma {report['copies']}, loops {loops}",
                 *bad,
                 sep="\n  ",

@@ -1,0 +1,198 @@
+"""How work is shared out: nothing twice, nothing left, and evenly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from attnkit.backends.hopper.config import ScoreConfig
+from attnkit.backends.hopper.launch import Lengths, row_tiles_call, share_decodes_call
+from attnkit.backends.hopper.plan import HopperMetadataBuilder
+from attnkit.backends.hopper.prefill_plan import RowTiles, share_row_tiles
+from attnkit.backends.hopper.tuning import (
+    MAX_DECODE_QUERY_LEN,
+    MIN_DECODE_TILES,
+    decode_config,
+    decode_query_len,
+    prefill_config,
+)
+from attnkit.batch import make_batch
+from attnkit.contract import (
+    AttentionCGSupport,
+    FullAttentionSpec,
+    SpeculativeConfig,
+    VllmConfig,
+)
+
+QUERIES = [0, 700, 17, 128, 1, 129, 3000]
+KEYS = [5, 700, 9000, 128, 300, 4000, 3001]
+
+
+def _row_tiles(
+    group: int, num_sms: int, window: int | None = None, causal: bool = True
+) -> RowTiles:
+    return share_row_tiles(
+        np.array([q if q > MAX_DECODE_QUERY_LEN else 0 for q in QUERIES]),
+        np.array(KEYS),
+        2,
+        num_sms,
+        prefill_config(128, group, 16, ScoreConfig()),
+        causal=causal,
+        window=window,
+    )
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 12, 64])
+@pytest.mark.parametrize("num_sms", [1, 7, 132])
+def test_every_row_tile_is_given_out_once(group: int, num_sms: int) -> None:
+    tiles = _row_tiles(group, num_sms)
+    config = prefill_config(128, group, 16, ScoreConfig())
+    step = 128 // config.pack
+    want = {
+        (r, token, head)
+        for r, q in enumerate(QUERIES)
+        if q > MAX_DECODE_QUERY_LEN
+        for token in range(0, q, step)
+        for head in range(2 * group // config.pack)
+    }
+    got = list(zip(tiles.requests, tiles.tokens, tiles.head_tiles, strict=True))
+    assert len(got) == len(want)
+    assert set(got) == want
+    assert tiles.starts[0] == 0
+    assert tiles.starts[-1] == tiles.num_tiles
+    assert (np.diff(tiles.starts) > 0).all()
+    assert tiles.num_programs == min(num_sms, tiles.num_tiles)
+
+
+@pytest.mark.parametrize("window", [None, 500])
+def test_programs_get_even_work(window: int | None) -> None:
+    tiles = _row_tiles(4, 16, window)
+    end = np.array(KEYS)[tiles.requests] - np.array(QUERIES)[tiles.requests] + tiles.tokens + 32
+    start = np.maximum(end - 32 - window + 1, 0) // 128 if window else 0
+    cost = -(-end // 128) - start + 1.5
+    load = np.add.reduceat(cost, tiles.starts[:-1])
+    assert load.max() - load.min() <= 2 * cost.max()
+
+
+def test_records_of_row_tiles_follow_the_device_not_the_host() -> None:
+    """Lengths on the host were bounds; the records hold what the device knows."""
+    config = prefill_config(64, 4, 16, ScoreConfig())
+    tiles = share_row_tiles(
+        np.array([0, 100]), np.array([0, 260]), 2, 4, config, causal=True, window=None
+    )
+    work = torch.from_numpy(
+        np.concatenate([tiles.starts, tiles.requests, tiles.tokens, tiles.head_tiles])
+    )
+    records = torch.full((tiles.num_tiles, 8), -7, dtype=torch.int32)
+    lengths = Lengths(
+        query_start_loc=torch.tensor([0, 3, 103], dtype=torch.int32),
+        seq_lens=torch.tensor([50, 230], dtype=torch.int32),
+        causal=torch.tensor([True, False]),
+        window=None,
+    )
+    row_tiles_call(work, tiles.num_tiles, len(tiles.starts), records, lengths, config).launch()
+    for record, token, head in zip(records.tolist(), tiles.tokens, tiles.head_tiles, strict=True):
+        request, first, head_tile, num_tokens, position, reach, num_keys, num_tiles = record
+        assert (request, first, head_tile) == (1, 3 + token, head)
+        assert num_tokens == min(32, 100 - token)
+        assert position == 130 + token
+        assert reach >= 1 << 29
+        assert num_keys == 230
+        assert num_tiles == 2
+
+
+@pytest.mark.parametrize("num_programs", [1, 6, 264])
+@pytest.mark.parametrize("window", [None, 200])
+def test_pieces_of_decodes_are_each_tile_once_and_even(
+    num_programs: int, window: int | None
+) -> None:
+    config = decode_config(64, 8, 16, ScoreConfig())
+    queries, keys = [1, 0, 16, 300, 3, 1], [4000, 0, 900, 5000, 0, 70]
+    num_kv_heads, tokens = 2, 8
+    lengths = Lengths(
+        query_start_loc=torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32),
+        seq_lens=torch.tensor(keys, dtype=torch.int32),
+        causal=True,
+        window=window,
+    )
+    share = torch.full((16 + 16 * num_programs,), -1, dtype=torch.int32)
+    pieces = torch.full((num_programs + 100, 16), -1, dtype=torch.int32)
+    share_decodes_call(
+        share, pieces, lengths, num_kv_heads, num_programs, MAX_DECODE_QUERY_LEN, config
+    ).launch()
+    size, total = share[:2].tolist()
+    firsts = share[16:].view(num_programs, 16)
+
+    seen: dict[tuple[int, int, int], list[int]] = {}
+    for program in range(num_programs):
+        at, record, first = program * size, firsts[program], True
+        end = min(at + size, total)
+        while at < end:
+            r, token, head, num_tokens, position, reach, num_keys, first_tile, count = record[
+                :9
+            ].tolist()
+            split, num_splits, first_program, unit = record[9:13].tolist()
+            assert 0 < count <= end - at
+            assert program == first_program + split
+            assert (split > 0) <= first
+            assert num_keys == keys[r]
+            assert reach == 0
+            offset = token - int(lengths.query_start_loc[r])
+            assert position == keys[r] - queries[r] + offset
+            assert num_tokens == min(tokens, queries[r] - offset)
+            tiles = seen.setdefault((r, offset, head), [])
+            assert len(set(tiles)) == len(tiles)
+            tiles += range(first_tile, first_tile + count)
+            at += count
+            if at < end:
+                assert split == num_splits - 1
+            record, first = pieces[program + unit + 1], False
+        assert at == max(end, program * size)
+    want = {}
+    for r, (q, k) in enumerate(zip(queries, keys, strict=True)):
+        if 0 < q <= MAX_DECODE_QUERY_LEN:
+            start = max(0, k - q - window + 1) // 128 if window else 0
+            tiles = list(range(start, max(-(-k // 128), start + 1)))
+            for offset in range(0, q, tokens):
+                for head in range(num_kv_heads):
+                    want[r, offset, head] = tiles
+    assert seen == want
+    assert size == max(-(-total // num_programs), MIN_DECODE_TILES)
+
+
+def test_long_queries_are_decoded_only_where_row_tiles_are_few() -> None:
+    assert decode_query_len(66, 132) > MAX_DECODE_QUERY_LEN
+    assert decode_query_len(67, 132) == MAX_DECODE_QUERY_LEN
+
+
+def _graphs(drafts: int | None) -> AttentionCGSupport:
+    config = VllmConfig(
+        speculative_config=SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None
+    )
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    return HopperMetadataBuilder.get_cudagraph_support(config, spec)
+
+
+def test_graphs_are_promised_for_decodes_of_what_the_decode_kernel_takes() -> None:
+    assert _graphs(None) is AttentionCGSupport.UNIFORM_BATCH
+    assert _graphs(15) is AttentionCGSupport.UNIFORM_BATCH
+    assert _graphs(16) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+
+def test_plans_of_decodes_stay_where_they_are() -> None:
+    """A captured graph reads the addresses of the plan it was captured with."""
+    from attnkit.backends.hopper.plan import Geometry
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    builder = HopperMetadataBuilder(spec, ["layer"], VllmConfig(), torch.device("cpu"))
+    geometry = Geometry(num_kv_heads=2, group_size=4, head_size=64, page_size=16, window=None)
+    places = set()
+    for query_lens in ([1], [1, 1, 3], [100, 1], [2]):
+        lens = [q + 40 for q in query_lens]
+        tables = [list(range(1 + 20 * r, 21 + 20 * r)) for r in range(len(lens))]
+        metadata = builder.build(0, make_batch(query_lens, lens, tables, 16))
+        plan = metadata.plan(geometry).decode
+        assert plan is not None
+        places.add((plan.share.data_ptr(), plan.pieces.data_ptr(), plan.states.acc.data_ptr()))
+    assert len(places) == 1
