@@ -494,7 +494,7 @@ def consume(
 
 
 @gluon.jit(
-    do_not_specialize=["num_pages", "window", "table_stride", "num_states"],
+    do_not_specialize=["num_pages", "window", "table_stride", "lse_stride_token", "num_states"],
     do_not_specialize_on_alignment=["share_ptr", "pieces_ptr", "table_ptr"],
 )
 def decode_kernel(

@@ -426,7 +426,7 @@ def consume(
 
 
 @gluon.jit(
-    do_not_specialize=["num_pages", "window", "table_stride"],
+    do_not_specialize=["num_pages", "window", "table_stride", "lse_stride_token"],
     do_not_specialize_on_alignment=["starts_ptr", "tiles_ptr", "table_ptr"],
 )
 def prefill_kernel(
