@@ -239,7 +239,7 @@ def complaints(report: dict[str, Any]) -> list[str]:
         bad.append(f"{report['shared']} bytes of shared memory, {MAX_SHARED} are there")
     for num, length in zip(report["spills_in_loops"], report["loop_instructions"], strict=True):
         # A scalar or two that live across a loop cost next to nothing; a vector would.
-        if num > 0.015 * length:
+        if num > 0.02 * length:
             bad.append(f"{num} spill instructions in a loop of {length} with products")
     for what in ("loop_instructions", "products", "copies"):
         if not report[what]:

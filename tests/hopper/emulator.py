@@ -524,7 +524,6 @@ gl = types.SimpleNamespace(
     minimum=_elementwise(lambda a, b: np.fmin(a, b)),
     exp2=_elementwise(lambda x: np.exp2(x)),
     log2=_elementwise(lambda x: np.log2(x)),
-    sqrt=_elementwise(lambda x: np.sqrt(x)),
     expand_dims=lambda x, axis: (
         Pointer(x.flat, np.expand_dims(x.offset, axis))
         if isinstance(x, Pointer)
@@ -671,6 +670,7 @@ def _api() -> types.ModuleType:
         opaque=lambda x: x,
         reciprocal=lambda x: 1.0 / x,
         reinterpret=reinterpret,
+        square_root=_elementwise(np.sqrt),
         tma_load=tma_load,
         warpgroup_mma=warpgroup_mma,
         warpgroup_mma_wait=warpgroup_mma_wait,

@@ -36,6 +36,7 @@ __all__ = [
     "opaque",
     "reciprocal",
     "reinterpret",
+    "square_root",
     "tma_load",
     "triton",
     "warpgroup_mma",
@@ -92,4 +93,12 @@ def reciprocal(x):
     """1 / x to one unit in the last place, in one instruction where a division takes eight."""
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def square_root(x):
+    """Square root to about one unit in the last place, in one instruction."""
+    return gl.inline_asm_elementwise(
+        "sqrt.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
     )
