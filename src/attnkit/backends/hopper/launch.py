@@ -28,6 +28,9 @@ from attnkit.errors import AttnkitError
 
 LOG2_E = math.log2(math.e)
 
+_BOX_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
+"""Of every box in shared memory: rows of 64 16-bit columns, swizzled over 128 bytes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Operands:
@@ -364,7 +367,7 @@ def _descriptors(o: Operands, config: KernelConfig, heads: int) -> dict[str, Any
             [num_tokens, num_heads // heads, heads, head_size],
             [stride, heads * head_stride, head_stride, 1],
             [64 // config.pack, 1, config.pack, 64],
-            gl.NVMMASharedLayout(128, 16, 4),
+            _BOX_LAYOUT,
         ),
         "k_desc": _pool_descriptor(o.key, config),
         "v_desc": _pool_descriptor(o.value, config),
@@ -377,7 +380,7 @@ def _pool_descriptor(pool: torch.Tensor, config: KernelConfig) -> Any:
         list(pool.shape),
         list(pool.stride()),
         [1, 1, config.rows, 64],
-        gl.NVMMASharedLayout(128, 16, 4),
+        _BOX_LAYOUT,
     )
 
 
