@@ -133,8 +133,9 @@ def finish_scores(s, tile, sight, slopes, factors, LAYOUT: gl.constexpr, CONFIG:
             ahead = gl.expand_dims(key, 0) - gl.expand_dims(position + row_token, 1)
             ahead = ahead.to(gl.float32)
             if CONFIG.score.alibi == 2:
-                ahead = -square_root(gl.maximum(-ahead, 0.0))
-            s = s + gl.expand_dims(slopes, 1) * ahead
+                s = s - gl.expand_dims(slopes, 1) * square_root(gl.maximum(-ahead, 0.0))
+            else:
+                s = s + gl.expand_dims(slopes, 1) * ahead
     return s
 
 
