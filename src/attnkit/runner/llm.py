@@ -19,6 +19,7 @@ from attnkit.errors import ModelError, RequestError
 from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.engine import Engine, EngineStats, Entry
 from attnkit.runner.interrupt import Interrupted, interrupts_after
+from attnkit.runner.linear import pack_linears
 from attnkit.runner.loading import load_model, load_tokenizer
 from attnkit.runner.memory import choose_device, choose_num_blocks
 from attnkit.runner.model import PackedModel
@@ -91,6 +92,7 @@ class LLM:
         self.name = checkpoint.name
         self.model_path: Path = checkpoint.path
         loaded, self.dtype = load_model(checkpoint, dtype, where)
+        pack_linears(loaded)
         tokens = max_num_batched_tokens
         tokens = (2048 if where.type == "cpu" else 8192) if tokens is None else tokens
         seqs = min(256, tokens) if max_num_seqs is None else max_num_seqs

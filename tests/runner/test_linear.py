@@ -1,0 +1,67 @@
+"""PackedLinear: the same product, and nothing replaced that cannot be."""
+
+import pytest
+import torch
+from torch import nn
+
+from attnkit.runner.linear import PackedLinear, is_packable, pack_linears
+
+PACKABLE = [
+    dtype
+    for dtype in (torch.bfloat16, torch.float16)
+    if is_packable(torch.zeros(1, 1, dtype=dtype))
+]
+
+
+class Tied(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 24, dtype=dtype)
+        self.hidden = nn.Sequential(nn.Linear(24, 56, dtype=dtype), nn.Linear(56, 24, dtype=dtype))
+        self.head = nn.Linear(24, 40, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("dtype", PACKABLE)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 16, 33, 300])
+def test_the_product_is_the_linear_layers(dtype: torch.dtype, bias: bool, rows: int) -> None:
+    torch.manual_seed(rows)
+    linear = nn.Linear(72, 200, bias=bias, dtype=dtype).requires_grad_(False)
+    x = torch.randn(1, rows, 72, dtype=dtype)
+    exact = nn.functional.linear(
+        x.double(), linear.weight.double(), linear.bias.double() if bias else None
+    )
+    plain = (linear(x).double() - exact).abs().max().item()
+    packed = PackedLinear(linear)
+    assert packed.weight.shape == linear.weight.shape
+    assert packed.weight.dtype == dtype
+    error = (packed(x).double() - exact).abs().max().item()
+    assert error <= plain + torch.finfo(dtype).eps * exact.abs().max().item()
+
+
+@pytest.mark.parametrize("dtype", PACKABLE)
+def test_a_model_keeps_its_embedding_and_its_results(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Tied(dtype).requires_grad_(False)
+    ids = torch.arange(40)
+    before = model.head(model.hidden(model.embed(ids)))
+    assert pack_linears(model) == 3
+    assert isinstance(model.head, PackedLinear)
+    torch.testing.assert_close(model.head(model.hidden(model.embed(ids))), before)
+    assert pack_linears(model) == 0
+
+
+def test_float32_stays_as_it_is() -> None:
+    model = Tied(torch.float32)
+    assert pack_linears(model) == 0
+    assert type(model.head) is nn.Linear
+
+
+class OwnLinear(nn.Linear):
+    """A layer with a forward of its own, as quantised ones have."""
+
+
+def test_other_classes_stay_as_they_are() -> None:
+    model = nn.Sequential(OwnLinear(8, 8, dtype=torch.bfloat16))
+    assert pack_linears(model) == 0
