@@ -422,8 +422,8 @@ def test_a_checkpoint_with_missing_weights_is_refused(folder, tmp_path):
 
 
 def test_a_model_that_cannot_be_driven_is_refused_by_name(tmp_path):
-    tiny_models.save_model(tmp_path, "nemotron", tokenizer=False)
-    with pytest.raises(ModelError, match="Nemotron"):
+    tiny_models.save_model(tmp_path, "diffllama", tokenizer=False)
+    with pytest.raises(ModelError, match="DiffLlama"):
         make_llm(tmp_path)
 
 

@@ -45,7 +45,7 @@ def test_all_positions_of_a_packed_stream_are_those_of_each_sequence_alone():
     packed = PackedModel(model, backend="reference", block_size=4)
     groups = range(len(packed.kv_plan.groups))
     assert len(groups) == 3  # windowed, full, windowed, over one memory: each has pages of its own
-    planner = StepPlanner(packed, packed.allocate(100, poison=True))
+    planner, cache = StepPlanner(packed), packed.allocate(100, poison=True)
     order = torch.randperm(99).add(1).tolist()
     tables = [[[order.pop() for _ in range(-(-len(s) // 4))] for s in sequences] for _ in groups]
     done, got = [0, 0, 0], [[], [], []]
@@ -58,7 +58,7 @@ def test_all_positions_of_a_packed_stream_are_those_of_each_sequence_alone():
         batches = [make_batch(*lengths, [tables[g][r] for r in rows], 4) for g in groups]
         assert batches[0].positions is not None
         wanted = torch.arange(len(ids))
-        logits = packed.forward(ids, batches[0].positions, wanted, planner.plan(batches))
+        logits = packed.forward(ids, batches[0].positions, wanted, planner.plan(batches), cache)
         for r, part in zip(rows, logits.split([chunks[r] for r in rows]), strict=True):
             got[r].append(part)
     assert done == [37, 5, 61]
@@ -68,7 +68,7 @@ def test_all_positions_of_a_packed_stream_are_those_of_each_sequence_alone():
 
 def test_only_wanted_rows_get_logits():
     packed = PackedModel(tiny_models.make_model(), backend="reference", block_size=4)
-    planner = StepPlanner(packed, packed.allocate(20))
+    planner, cache = StepPlanner(packed), packed.allocate(20)
     ids = torch.arange(50, 62)
     seen: list[int] = []
     packed.model.lm_head.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
@@ -77,7 +77,7 @@ def test_only_wanted_rows_get_logits():
         batch = make_batch([5, 7], [5, 7], [[3, 9], [1, 2]], 4)
         assert batch.positions is not None
         rows = torch.tensor(wanted, dtype=torch.long)
-        return packed.forward(ids, batch.positions, rows, planner.plan([batch]))
+        return packed.forward(ids, batch.positions, rows, planner.plan([batch]), cache)
 
     every = logits(list(range(12)))
     assert torch.equal(logits([11, 4]).argmax(-1), every[[11, 4]].argmax(-1))

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from attnkit.errors import ModelError
+from attnkit.errors import BackendError, ModelError
 from attnkit.runner import hook
 from attnkit.runner.discovery import discover_layers
+from attnkit.runner.model import PackedModel
 
 transformers = pytest.importorskip("transformers")
 
@@ -107,6 +108,7 @@ def discover(model: Any, max_model_len: int = MAX_LEN) -> list[tuple[Any, ...]]:
             [(*WINDOW[:7], True), (*PLAIN[:7], True)],
         ),
         ("mixtral", {"num_local_experts": 4}, [PLAIN, PLAIN]),
+        ("nemotron", {}, [PLAIN, PLAIN]),  # hands no unknown arguments to its attention
         ("gpt2", {"n_positions": 256}, [(4, 4, 16, 16, 0.25, None, None, False)] * 2),
         ("deepseek_v2", MLA, [(4, 4, 24, 16, round(24**-0.5, 6), None, None, False)] * 2),
     ],
@@ -147,7 +149,6 @@ def test_probing_leaves_no_trace_in_the_model():
     ("family", "changes", "message"),
     [
         ("bloom", {"n_head": 4, "n_layer": 2}, "BloomForCausalLM does not call"),
-        ("nemotron", {}, "NemotronAttention does not hand"),
         ("diffllama", {}, r"DiffLlamaForCausalLM: .* more than once"),
         ("qwen3_next", {"num_hidden_layers": 4}, "Qwen3NextForCausalLM.*leak"),
         ("minimax", {}, "MiniMaxForCausalLM.*leak"),
@@ -236,9 +237,34 @@ def test_position_ids_that_are_ignored_are_found():
         discover(model)
 
 
-def test_the_running_name_outside_of_the_runner_is_refused():
+def test_the_running_name_outside_of_a_step_is_refused():
     model = tiny_model("llama")
     hook.register()
     model.set_attn_implementation(hook.RUN)
-    with pytest.raises(ModelError, match=r"attnkit\.LLM"):
+    with pytest.raises(ModelError, match=r"LlamaAttention .*attnkit\.LLM"):
         model(torch.arange(5)[None])
+    packed = PackedModel(model, backend="reference")
+    with pytest.raises(ModelError, match=r"layers\.0\.self_attn .*gradients"):
+        packed.model(torch.arange(5)[None], use_cache=False)
+    with torch.no_grad(), pytest.raises(ModelError, match=r"self_attn .*outside of a step"):
+        packed.model(torch.arange(5)[None], use_cache=False)
+    packed.release()
+    with pytest.raises(ModelError, match="LlamaAttention"):
+        packed.model(torch.arange(5)[None])
+
+
+def test_a_refused_model_is_left_as_it_was():
+    model = tiny_model("qwen3_next", num_hidden_layers=4)
+    names = {name: module.config._attn_implementation for name, module in model.named_modules()
+             if hasattr(module, "config")}  # fmt: skip
+    ids = torch.arange(20, 30)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+    with pytest.raises(ModelError, match="Qwen3NextForCausalLM"):
+        PackedModel(model)
+    with pytest.raises(BackendError, match="none such"):
+        PackedModel(tiny_model("llama"), backend="none such")
+    assert names == {name: module.config._attn_implementation
+                     for name, module in model.named_modules() if hasattr(module, "config")}  # fmt: skip
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, before)

@@ -141,6 +141,11 @@ class PagedKVCache:
         return layer_name in self._tensors
 
     @property
+    def by_layer(self) -> Mapping[str, torch.Tensor]:
+        """Layer name -> its cache, for `forward_context`."""
+        return self._tensors
+
+    @property
     def num_bytes(self) -> int:
         """Bytes held by all layers together; overlaid memory counts once."""
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self.values()}

@@ -150,13 +150,8 @@ def _probe(
     model: nn.Module, ids: torch.Tensor, positions: torch.Tensor
 ) -> tuple[list[_Call], torch.Tensor]:
     recorder = _CallRecorder()
-    with torch.inference_mode():
-        output = model(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            **{hook.STEP_KWARG: recorder},
-        )
+    with torch.inference_mode(), hook.recording(recorder):
+        output = model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
     return recorder.calls, output.logits[0]
 
 

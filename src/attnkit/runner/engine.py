@@ -170,7 +170,7 @@ class Engine:
         pool = BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching)
         self.manager = BlockManager(pool, model.kv_plan.retentions)
         self.cache = model.allocate(num_blocks, poison=poison)
-        self._planner = StepPlanner(model, self.cache)
+        self._planner = StepPlanner(model)
         self.scheduler = Scheduler(
             self.manager,
             max_model_len=model.max_model_len,
@@ -289,6 +289,7 @@ class Engine:
                 inputs.positions,
                 inputs.logits_indices,
                 self._planner.plan(inputs.batches),
+                self.cache,
             )
             entries = [self._entries[request.request_id] for request in inputs.sampled]
             outcomes = sample(logits, [entry.state for entry in entries])

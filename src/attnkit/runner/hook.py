@@ -1,53 +1,38 @@
 """The seam to transformers: attention functions that its models call by name.
 
-In: a model's query, key and value of one layer, packed as one sequence, and the `PackedStep` that
-rides through `model(..., attnkit_step=step)`. Out: the layer's attention over our paged cache.
-Two names are registered: "attnkit" runs, "attnkit_probe" hands its call to the recorder that rides
-in the same place. No state lives here.
+In: a model's query, key and value of one layer, and whose layer it is. Out: the layer's attention over
+our paged cache. Two names are registered: `RUN` runs the layer attached to the module, with the plans
+and pages of the `forward_context` around the call; `PROBE` hands its call to the recorder of
+`recording`. Nothing of a step passes through the model's own code, so that it may be compiled and need
+not hand on what it does not know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from attnkit.compiled import current_forward_context
 from attnkit.errors import ModelError
+from attnkit.layer import Attention
 
-RUN = "attnkit"
+RUN = "attnkit_paged"
 PROBE = "attnkit_probe"
-STEP_KWARG = "attnkit_step"
+_LAYER = "attnkit_layer"
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSlot:
-    """What one attention module of the model runs on.
+class ModelLayer(Attention):
+    """A layer of a model that is run step by step: outside of a step it raises."""
 
-    Attributes:
-        attention: the `attnkit.Attention` built for the module.
-        kv_cache: its pages, or None while memory is being sized.
-        plan: which of a step's plans it reads.
-    """
-
-    attention: Callable[..., torch.Tensor]
-    kv_cache: torch.Tensor | None
-    plan: int
-
-
-@dataclass(frozen=True, slots=True)
-class PackedStep:
-    """One step's plans, and where each attention module finds its own.
-
-    Attributes:
-        slots: attention module -> its slot.
-        plans: attention metadata, one per group of equal layers.
-    """
-
-    slots: Mapping[nn.Module, LayerSlot]
-    plans: list[Any]
+    def _run(self, *tensors: Any) -> None:
+        if current_forward_context() is None:
+            raise ModelError(_outside(self.layer_name))
+        super()._run(*tensors)
 
 
 class Recorder(Protocol):
@@ -66,11 +51,24 @@ class Recorder(Protocol):
         ...
 
 
+_RECORDER: ContextVar[Recorder] = ContextVar("attnkit_recorder")
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Attention calls under the name `PROBE` go to `recorder`."""
+    token = _RECORDER.set(recorder)
+    try:
+        yield
+    finally:
+        _RECORDER.reset(token)
+
+
 def register() -> None:
     """Make both names known to transformers. Registering again changes nothing.
 
-    "attnkit" has no mask function: transformers then builds no mask at all. "attnkit_probe" has one
-    that tags its mask with the function that defines it, for `discovery` to read.
+    `RUN` has no mask function: transformers then builds no mask at all. `PROBE` has one that tags its
+    mask with the function that defines it, for `discovery` to read.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -79,43 +77,58 @@ def register() -> None:
     AttentionMaskInterface.register(PROBE, tagged_mask)
 
 
+def attach(module: nn.Module, layer: ModelLayer) -> None:
+    """Let `layer` run what `module` asks of attention.
+
+    Not as a submodule: it has no weights, and casting the model must not cast its scales.
+    """
+    object.__setattr__(module, _LAYER, layer)
+
+
+def detach(module: nn.Module) -> None:
+    """Undo `attach`; nothing happens where nothing was attached."""
+    module.__dict__.pop(_LAYER, None)
+
+
 def run_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    attnkit_step: PackedStep | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention of one layer, in transformers' signature.
 
     Args:
-        module: the model's attention module, which names the layer.
-        query: [1, num_heads, T, head_size]; key and value alike with num_kv_heads heads. All
-            requests of the step are packed in T.
-        attention_mask: None; the mask follows from the step and the layer.
-        attnkit_step: the step, as passed to the model.
+        module: the model's attention module, which has a layer attached.
+        query: [B, num_heads, T, head_size]; key and value alike with num_kv_heads heads. Row after
+            row they are the tokens of the step's batch; the runner has B = 1.
+        attention_mask: None; what is visible follows from the plan and the layer.
         options: transformers' per-layer facts, read once by `discovery` and constant since.
 
     Returns:
-        ([1, T, num_heads, head_size_v], None).
+        ([B, T, num_heads, head_size_v], None).
+
+    Raises:
+        ModelError: outside of a step, with a mask, or where a gradient would be lost.
     """
-    if attnkit_step is None:
+    layer = getattr(module, _LAYER, None)
+    if layer is None:
+        raise ModelError(_outside(type(module).__name__))
+    if attention_mask is not None:
         raise ModelError(
-            f"{type(module).__name__} was called with attn_implementation={RUN!r} outside of attnkit's "
-            "runner; use attnkit.LLM, or choose another attn_implementation"
+            f"{layer.layer_name} was given a mask of its own, which attnkit would ignore; leave it out"
         )
-    assert attention_mask is None, "no mask function is registered, so no mask can be built"
-    slot = attnkit_step.slots[module]
-    output = slot.attention(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        slot.kv_cache,
-        attnkit_step.plans[slot.plan],
-    )
-    return output.unsqueeze(0), None
+    if query.requires_grad:
+        raise ModelError(
+            f"{layer.layer_name} was called where gradients are recorded, and none flows through "
+            "attnkit; use torch.no_grad() or torch.inference_mode(), or train with another "
+            "attn_implementation"
+        )
+    num_rows, _, num_tokens, _ = query.shape
+    output = layer(_rows(query), _rows(key), _rows(value))
+    return output.unflatten(0, (num_rows, num_tokens)), None
 
 
 def probe_attention(
@@ -124,16 +137,11 @@ def probe_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    attnkit_step: Recorder | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Hand a layer's call to the recorder that rides in the step's place."""
-    if attnkit_step is None:
-        raise ModelError(
-            f"{type(module).__name__} does not hand its caller's keyword arguments to the attention "
-            "function, so attnkit cannot drive this model; use another model"
-        )
-    return attnkit_step.attention(module, query, key, value, attention_mask, options), None
+    """Hand a layer's call to the recorder."""
+    recorder = _RECORDER.get()
+    return recorder.attention(module, query, key, value, attention_mask, options), None
 
 
 class TaggedMask(torch.Tensor):
@@ -145,7 +153,7 @@ class TaggedMask(torch.Tensor):
 def tagged_mask(
     *, q_length: int, kv_length: int, mask_function: Callable[..., torch.Tensor], **_: Any
 ) -> TaggedMask:
-    """transformers' mask function for "attnkit_probe".
+    """transformers' mask function for `PROBE`.
 
     `mask_function(batch, head, query position, key position)` says what is visible; positions may be
     any tensors that broadcast, so it can be asked far outside of the probe's few tokens.
@@ -153,3 +161,16 @@ def tagged_mask(
     mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool).as_subclass(TaggedMask)
     mask.mask_function = mask_function
     return mask
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[B, H, T, D] as (B * T, H, D)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _outside(name: str) -> str:
+    return (
+        f"{name} was called with attn_implementation={RUN!r} outside of a step; generate with "
+        "attnkit.LLM, call the model that attnkit.hf.enable was given, or choose another "
+        "attn_implementation"
+    )

@@ -1,25 +1,27 @@
 """A transformers causal language model, run as one packed stream through attnkit layers.
 
 In: a loaded model and how to run it. Out: `PackedModel`: the layers it has (built from `discovery`),
-what they keep in the cache, and `forward(step)`, which returns the logits of the wanted rows. Its
-model code is transformers', unmodified; all requests of a step are one sequence to it, with
-`position_ids` of their own and no cache.
+what they keep in the cache, and `forward`, which returns the logits of the wanted rows. Its model code
+is transformers', unmodified; all requests of a step are one sequence to it, with `position_ids` of their
+own and no cache.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
+from attnkit.compiled import forward_context
 from attnkit.contract import (
     AttentionBackend,
     AttentionSpec,
     CacheConfig,
+    CommonAttentionMetadata,
     KVCacheLayout,
     ModelConfig,
     MultipleOf,
@@ -63,10 +65,11 @@ class PackedModel:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
     ) -> None:
-        """Probe `model` and build a layer for each of its attention modules.
+        """Probe `model` and attach a layer to each of its attention modules.
 
         Args:
-            model: a transformers causal language model with its weights where it shall run.
+            model: a transformers causal language model with its weights where it shall run. One that is
+                refused is left as it was.
             backend: as in `attnkit.Attention`.
             block_size: None: what the chosen backends prefer.
             max_model_len: None: what the model's configuration says. Smaller values are allowed.
@@ -78,13 +81,35 @@ class PackedModel:
             ConfigurationError: a length or block size that is not allowed.
             BackendError: no backend for one of its layers.
         """
-        self.model = model.eval().requires_grad_(False)
+        self.model = model.eval()
         self.device = next(model.parameters()).device
         self.max_model_len = _max_model_len(model, max_model_len)
-        facts = _probe(model, self.max_model_len)
-        _set_attention(model, hook.RUN)
+        self._previous = _attention_names(model)
+        with _left_alone_on_error(model):
+            facts = _probe(model, self.max_model_len)
+            self._build(facts, backend, block_size, max_num_seqs, max_num_batched_tokens)
+            _set_attention(model, hook.RUN)
+        for fact in facts:
+            hook.attach(fact.module, self.layers[fact.name])
+        self._modules = [fact.module for fact in facts]
+
+    def release(self) -> None:
+        """Give the model its former attention back."""
+        for module in self._modules:
+            hook.detach(module)
+        _restore_attention(self._previous)
+
+    def _build(
+        self,
+        facts: Sequence[LayerFacts],
+        backend: str | type[AttentionBackend],
+        block_size: int | None,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        """Layers, and how their pages fit together."""
+        model = self.model
         self.dtype = facts[0].dtype
-        self._modules = {fact.name: fact.module for fact in facts}
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.vocab_size = int(model.config.get_text_config().vocab_size)
 
@@ -140,7 +165,8 @@ class PackedModel:
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         logits_indices: torch.Tensor,
-        step: hook.PackedStep,
+        plans: Mapping[str, Any],
+        cache: PagedKVCache,
     ) -> torch.Tensor:
         """Run one step.
 
@@ -148,15 +174,16 @@ class PackedModel:
             input_ids: int64 (num_tokens,), all requests after each other.
             positions: int64 (num_tokens,), each token's position in its request.
             logits_indices: int64 (num_rows,), the tokens whose logits are wanted.
-            step: the plans.
+            plans: layer name -> plan, from a `StepPlanner`.
+            cache: the pages they speak of.
 
         Returns:
             Logits (num_rows, vocab_size) in the model's dtype.
         """
-        options: dict[str, Any] = {hook.STEP_KWARG: step}
+        options: dict[str, Any] = {}
         if self._takes_logits_to_keep:
             options["logits_to_keep"] = logits_indices
-        with torch.inference_mode():
+        with torch.inference_mode(), forward_context(plans, cache.by_layer):
             logits = self.model(
                 input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **options
             ).logits[0]
@@ -168,8 +195,8 @@ class PackedModel:
         backend: str | type[AttentionBackend],
         block_size: int,
         config: VllmConfig,
-    ) -> Attention:
-        return Attention(
+    ) -> hook.ModelLayer:
+        return hook.ModelLayer(
             fact.num_heads,
             fact.head_size,
             fact.scale,
@@ -190,44 +217,32 @@ class PackedModel:
 class StepPlanner:
     """Plans a step once per group of equal layers."""
 
-    def __init__(
-        self,
-        packed: PackedModel,
-        cache: PagedKVCache,
-    ) -> None:
-        """
-        Args:
-            packed: the model.
-            cache: its pages, from `packed.allocate`.
-        """
+    def __init__(self, packed: PackedModel) -> None:
         group_of = {n: i for i, g in enumerate(packed.kv_plan.groups) for n in g.layer_names}
         members: dict[tuple[Any, ...], list[str]] = {}
         for name, layer in packed.layers.items():
             members.setdefault((group_of[name], *_plan_key(layer)), []).append(name)
-        self._builders = []
-        slots: dict[nn.Module, hook.LayerSlot] = {}
-        for plan, (key, names) in enumerate(members.items()):
-            builder = packed.layers[names[0]].make_builder(names)
-            self._builders.append((key[0], builder))
-            for name in names:
-                slots[packed._modules[name]] = hook.LayerSlot(
-                    packed.layers[name], cache[name], plan
-                )
-        self._slots = slots
+        self._builders = [
+            (key[0], names, packed.layers[names[0]].make_builder(names))
+            for key, names in members.items()
+        ]
 
     @property
     def reorder_batch_threshold(self) -> int | None:
         """Requests with at most this many new tokens should come first; None: nobody cares."""
-        wishes = [b.reorder_batch_threshold for _, b in self._builders]
+        wishes = [builder.reorder_batch_threshold for _, _, builder in self._builders]
         return min((w for w in wishes if w is not None), default=None)
 
-    def plan(self, batches: Sequence[Any]) -> hook.PackedStep:
-        """
+    def plan(self, batches: Sequence[CommonAttentionMetadata]) -> dict[str, Any]:
+        """Layer name -> plan.
+
         Args:
-            batches: one `CommonAttentionMetadata` per group of `kv_plan`.
+            batches: one per group of `PackedModel.kv_plan`.
         """
-        plans = [builder.build(0, batches[group]) for group, builder in self._builders]
-        return hook.PackedStep(self._slots, plans)
+        plans: dict[str, Any] = {}
+        for group, names, builder in self._builders:
+            plans.update(dict.fromkeys(names, builder.build(0, batches[group])))
+        return plans
 
 
 def load_layer_facts(model: str | None, dtype: torch.dtype) -> tuple[LayerFacts, ...]:
@@ -248,6 +263,27 @@ def _probe(model: Any, max_model_len: int) -> tuple[LayerFacts, ...]:
     hook.register()
     _set_attention(model, hook.PROBE)
     return discover_layers(model, max_model_len)
+
+
+def _attention_names(model: Any) -> list[tuple[Any, Any]]:
+    """Each configuration in the model, outer ones first, and the attention it names."""
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    return [(c, c._attn_implementation) for c in configs if hasattr(c, "_attn_implementation")]
+
+
+def _restore_attention(names: list[tuple[Any, Any]]) -> None:
+    for config, name in names:
+        config._attn_implementation = name
+
+
+@contextmanager
+def _left_alone_on_error(model: Any) -> Iterator[None]:
+    names = _attention_names(model)
+    try:
+        yield
+    except BaseException:
+        _restore_attention(names)
+        raise
 
 
 def _set_attention(model: Any, name: str) -> None:
