@@ -18,7 +18,7 @@ ROOT = Path(attnkit.__file__).parent
 # itself. What stands lower in the table may import more.
 FOUNDATION = {"errors", "environment", "contract"}
 PAGES = FOUNDATION | {"upload", "batch", "kvcache"}
-CHOICE = PAGES | {"backends", "matrix", "select", "compiled", "layer"}
+CHOICE = PAGES | {"backends", "matrix", "selection", "compiled", "layer"}
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "environment": set(),
@@ -29,8 +29,8 @@ ARROWS: dict[str, set[str]] = {
     "backends": {"errors", "contract", "kvcache", "environment"},
     "matrix": {"errors", "contract"},
     "compiled": {"errors"},
-    "select": {"errors", "contract", "backends"},
-    "layer": {"errors", "contract", "compiled", "select"},
+    "selection": {"errors", "contract", "backends"},
+    "layer": {"errors", "contract", "compiled", "selection"},
     "parallel": {"errors", "contract", "layer"},
     "runner": CHOICE,
     "conformance": CHOICE | {"runner", ""},
@@ -104,9 +104,9 @@ def test_a_backward_arrow_would_be_seen(tmp_path: Path) -> None:
     path = tmp_path / "bad.py"
     path.write_text(
         "def f():\n    from attnkit.layer import Attention\n    import attnkit.cli\n"
-        "    from attnkit import select, contract\n    import torch\n"
+        "    from attnkit import selection, contract\n    import torch\n"
     )
-    assert list(_imports(path)) == ["layer", "cli", "select", "contract"]
+    assert list(_imports(path)) == ["layer", "cli", "selection", "contract"]
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("backends.")])

@@ -13,7 +13,7 @@ from attnkit.batch import make_batch
 from attnkit.compiled import forward_context
 from attnkit.kvcache.pool import PagedKVCache
 from attnkit.layer import Attention
-from attnkit.select import AttentionRequest, Selection, backend_names, register, select
+from attnkit.selection import AttentionRequest, Selection, backend_names, register, select
 
 if TYPE_CHECKING:
     from attnkit.runner.llm import LLM

@@ -36,7 +36,7 @@ from attnkit.contract import (
     kv_cache_torch_dtype,
 )
 from attnkit.errors import BackendError, BatchError, ConfigurationError
-from attnkit.select import AttentionRequest, select
+from attnkit.selection import AttentionRequest, select
 
 _COUNTER = itertools.count()
 _SCALES = ("_q_scale", "_k_scale", "_v_scale")

@@ -14,7 +14,7 @@ from attnkit.conformance.subject import Subject
 from attnkit.conformance.verify import Check, claimed_checks, verify
 from attnkit.contract import DeviceCapability
 from attnkit.errors import BackendUnavailable
-from attnkit.select import resolve
+from attnkit.selection import resolve
 
 # What a machine has decides where a backend that runs on both is judged.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

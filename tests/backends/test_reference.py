@@ -12,7 +12,7 @@ from attnkit.batch import make_batch
 from attnkit.contract import AttentionType
 from attnkit.errors import ConfigurationError, UnsupportedConfiguration
 from attnkit.layer import Attention
-from attnkit.select import AttentionRequest, select
+from attnkit.selection import AttentionRequest, select
 
 
 def prefill(layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from attnkit.conformance.checks import bits, judge, run_and_judge
 from attnkit.conformance.inputs import Tokens, WholeSequence, meaning_of
 from attnkit.conformance.subject import Subject
 from attnkit.errors import BatchError, UnsupportedConfiguration
-from attnkit.select import AttentionRequest, reasons_against, select
+from attnkit.selection import AttentionRequest, reasons_against, select
 
 # Mixed batches.
 

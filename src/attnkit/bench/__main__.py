@@ -39,7 +39,7 @@ from attnkit.bench.timing import QUICK, Effort
 from attnkit.bench.workloads import KINDS, Kind, Workload, parse_shape
 from attnkit.contract import KVCacheLayout
 from attnkit.errors import AttnkitError, BackendUnavailable, ConfigurationError
-from attnkit.select import resolve
+from attnkit.selection import resolve
 
 _EPILOG = f"""\
 examples:

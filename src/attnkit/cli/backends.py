@@ -16,7 +16,7 @@ from rich.table import Table
 from attnkit.contract import AttentionBackend
 from attnkit.errors import BackendUnavailable
 from attnkit.matrix import capability_matrix
-from attnkit.select import backend_names, resolve
+from attnkit.selection import backend_names, resolve
 
 
 def backends(

@@ -15,7 +15,7 @@ import typer
 
 from attnkit.contract import AttentionType, DeviceCapability
 from attnkit.errors import ConfigurationError
-from attnkit.select import AttentionRequest, decide, format_decisions
+from attnkit.selection import AttentionRequest, decide, format_decisions
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -24,7 +24,7 @@ from attnkit.contract import (
     KVQuantMode,
 )
 from attnkit.errors import UnsupportedConfiguration
-from attnkit.select import AttentionRequest, reasons_against, select
+from attnkit.selection import AttentionRequest, reasons_against, select
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

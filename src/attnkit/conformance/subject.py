@@ -36,7 +36,7 @@ from attnkit.contract import (
 from attnkit.errors import BackendUnavailable, ConfigurationError, UnsupportedConfiguration
 from attnkit.kvcache.formats import cache_format
 from attnkit.layer import Attention
-from attnkit.select import resolve
+from attnkit.selection import resolve
 
 
 class LawBroken(AssertionError):
@@ -78,7 +78,7 @@ class Subject:
     def of(
         cls, backend: str | type[AttentionBackend], device: torch.device | str = "cpu"
     ) -> Subject:
-        """From a class, or any name that `attnkit.select.resolve` knows.
+        """From a class, or any name that `attnkit.selection.resolve` knows.
 
         Raises:
             BackendError: there is no such backend, or it cannot run on this machine.

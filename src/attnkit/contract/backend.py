@@ -441,12 +441,18 @@ class AttentionBackend(ABC):
 
     @classmethod
     def estimate_cost(cls, request: Any) -> float:
-        """Relative cost of serving `request` (an `attnkit.select.AttentionRequest`).
+        """Relative cost of serving `request` (an `attnkit.selection.AttentionRequest`).
 
         Automatic selection takes the lowest among those that can; equal costs fall back to the
         order of the table. 1.0 is a kernel made for the device.
         """
         return 1.0
+
+    @classmethod
+    def describe_runtime(cls) -> str | None:
+        """What of this machine it runs on ("native: built with gcc"), for people; None: nothing to
+        tell. Asked of the chosen backend only, which may load what it needs to answer."""
+        return None
 
     @classmethod
     def _ask_impl(cls, flag: str) -> bool:

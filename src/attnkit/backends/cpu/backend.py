@@ -15,7 +15,7 @@ import torch
 
 from attnkit.backends.cpu.attend import Request, attend
 from attnkit.backends.cpu.launch import DTYPE_CODES, NativeLayer
-from attnkit.backends.cpu.native import native_kernels
+from attnkit.backends.cpu.native import native_kernels, native_status
 from attnkit.backends.cpu.plan import CpuMetadata, CpuMetadataBuilder
 from attnkit.contract import (
     AttentionBackend,
@@ -109,6 +109,10 @@ class CpuBackend(AttentionBackend):
     def supports_batch_invariance(cls) -> bool:
         # Splits and tiles lie at fixed positions of a request, so there is no mode to switch.
         return True
+
+    @classmethod
+    def describe_runtime(cls) -> str:
+        return native_status()
 
 
 class CpuImpl(AttentionImpl[CpuMetadata]):

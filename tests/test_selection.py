@@ -14,6 +14,7 @@ import torch
 
 import attnkit
 from attnkit import select as public_select
+from attnkit import selection
 from attnkit.backends import BACKENDS
 from attnkit.backends.reference import ReferenceBackend, ReferenceImpl
 from attnkit.contract import AttentionBackend, DeviceCapability
@@ -24,7 +25,7 @@ from attnkit.errors import (
     UnknownBackend,
     UnsupportedConfiguration,
 )
-from attnkit.select import (
+from attnkit.selection import (
     AttentionRequest,
     backend_names,
     decide,
@@ -34,8 +35,6 @@ from attnkit.select import (
     select,
 )
 
-# `attnkit.select` the attribute is the function, so the module is asked for by name.
-MODULE = sys.modules["attnkit.select"]
 PLAIN = AttentionRequest(head_size=64, dtype=torch.float32, num_heads=4, num_kv_heads=2)
 SINKS = AttentionRequest(head_size=64, dtype=torch.float32, has_sink=True)
 
@@ -100,14 +99,14 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
             name: row if isinstance(row, str) else f"{__name__}:{row.__name__}"
             for name, row in rows.items()
         }
-        monkeypatch.setattr(MODULE, "BACKENDS", paths)
+        monkeypatch.setattr(selection, "BACKENDS", paths)
 
     return replace
 
 
 @pytest.fixture(autouse=True)
 def _no_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODULE, "_REGISTERED", {})
+    monkeypatch.setattr(selection, "_REGISTERED", {})
     monkeypatch.delenv("ATTNKIT_BACKEND", raising=False)
 
 

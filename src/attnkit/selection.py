@@ -87,12 +87,14 @@ class Decision:
         reasons: why it cannot serve; empty: it can.
         cost: its relative cost, where it can serve.
         chosen: it is the winner.
+        runtime: what of this machine it runs on, where the winner has something to tell.
     """
 
     name: str
     reasons: tuple[str, ...] = ()
     cost: float | None = None
     chosen: bool = False
+    runtime: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +120,8 @@ def format_decisions(asked: str, decisions: tuple[Decision, ...]) -> str:
     lines = [f"backend asked for: {asked}"]
     for d in decisions:
         if d.chosen:
-            lines.append(f"  {d.name}: chosen (cost {d.cost:g})")
+            runtime = "" if d.runtime is None else f"; {d.runtime}"
+            lines.append(f"  {d.name}: chosen (cost {d.cost:g}{runtime})")
         elif not d.reasons:
             lines.append(f"  {d.name}: possible (cost {d.cost:g})")
         else:
@@ -254,7 +257,8 @@ def decide(
     able = [(d.cost, i) for i, d in enumerate(decisions) if d.cost is not None]
     if able:
         winner = min(able)[1]
-        decisions[winner] = replace(decisions[winner], chosen=True)
+        runtime = resolve(decisions[winner].name).describe_runtime() if here else None
+        decisions[winner] = replace(decisions[winner], chosen=True, runtime=runtime)
     return tuple(decisions)
 
 
@@ -317,7 +321,12 @@ def _by_name(
             "use backend='auto'",
             reasons,
         )
-    decision = Decision(name=name, cost=cls.estimate_cost(request), chosen=True)
+    decision = Decision(
+        name=name,
+        cost=cls.estimate_cost(request),
+        chosen=True,
+        runtime=cls.describe_runtime() if here else None,
+    )
     return Selection(name=name, backend=cls, asked=asked, decisions=(decision,))
 
 
