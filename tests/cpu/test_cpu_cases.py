@@ -16,8 +16,9 @@ from attnkit.conformance.checks import check_case
 from attnkit.conformance.laws import LAWS
 from attnkit.conformance.subject import Subject
 from attnkit.contract import AttentionType, KVCacheLayout
+from attnkit.kvcache.formats import CACHE_FORMATS, cache_format
 
-FORMATS = ("auto", "float32", "bfloat16", "float16")
+FORMATS = list(CACHE_FORMATS)
 
 
 def random_case(seed: int) -> Case:
@@ -31,6 +32,8 @@ def random_case(seed: int) -> Case:
     seq_lens = [q + c if q else 0 for q, c in zip(query_lens, context, strict=True)]
     num_kv_heads = draw.choice([1, 2, 3])
     head_size = draw.choice([1, 3, 8, 16, 20, 32, 33, 64, 80, 96, 128])
+    head_size_v = draw.choice([head_size, head_size, 1, 24, 64])
+    fitting = [name for name in FORMATS if not cache_format(name).refusal(head_size, head_size_v)]
     return Case(
         name=f"random-{seed}",
         query_lens=tuple(query_lens),
@@ -38,9 +41,9 @@ def random_case(seed: int) -> Case:
         num_heads=num_kv_heads * draw.choice([1, 2, 3, 4, 5, 9]),
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        head_size_v=draw.choice([head_size, head_size, 1, 24, 64]),
+        head_size_v=head_size_v,
         dtype=draw.choice([torch.float32, torch.bfloat16, torch.float16]),
-        kv_cache_dtype="auto" if cacheless else draw.choice(FORMATS),
+        kv_cache_dtype="auto" if cacheless else draw.choice(fitting),
         block_size=draw.choice([1, 3, 7, 16, 64]),
         layout=draw.choice(list(KVCacheLayout)),
         causal=draw.choice([True, True, False]),

@@ -231,7 +231,7 @@ def test_a_block_table_that_is_too_narrow_is_an_error(native_subject: Subject) -
 
 
 @pytest.mark.parametrize("layout", KVCacheLayout)
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16", "fp8", "nvfp4"])
 def test_each_token_is_written_to_its_slot_alone(
     subject: Subject, layout: KVCacheLayout, kv_cache_dtype: str
 ) -> None:

@@ -28,7 +28,12 @@ from attnkit.contract import (
     DeviceCapability,
 )
 from attnkit.errors import UnsupportedConfiguration
-from attnkit.kvcache.formats import CACHE_FORMATS, cache_format, customize_spec
+from attnkit.kvcache.formats import (
+    CACHE_FORMATS,
+    cache_format,
+    customize_spec,
+    format_refusal,
+)
 
 _CACHELESS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
@@ -78,9 +83,7 @@ class ReferenceBackend(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: DeviceCapability,
     ) -> str | None:
-        if kv_cache_dtype not in CACHE_FORMATS:
-            return None  # A reason of its own.
-        return cache_format(kv_cache_dtype).refusal(head_size, head_size)
+        return format_refusal(kv_cache_dtype, head_size)
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 from attnkit.conformance.case import DTYPES, Basis, Case
 from attnkit.contract import CACHE_DTYPES, AttentionType, KVCacheLayout, KVQuantMode
+from attnkit.kvcache.formats import cache_format
 
 BATCHES: dict[str, dict[str, Any]] = {
     "decode": {"query_lens": (1, 1, 1, 1), "seq_lens": (33, 1, 64, 17)},
@@ -353,6 +354,11 @@ def _quantised_caches(basis: Basis) -> Iterator[Case]:
         "padding": ("mixed", {"padding_tokens": 3, "padding_reqs": 1}),
         "large_pages": ("decode", {"block_size": 4 * basis.block_size}),
         "saturated": ("mixed", {"value_gain": 1000.0}),
+        "zeros": ("mixed", {"value_gain": 0.0}),
+        # Around the smallest codes: of e4m3 under the kit's scale, then of e5m2.
+        "denormals": ("decode", {"value_gain": 2.0**-9}),
+        "tiny": ("decode", {"value_gain": 1e-5}),
+        "wide_values": ("mixed", {"head_size_v": 2 * basis.head_size, "alibi": True}),
     }
     for name, (_, mode) in CACHE_DTYPES.items():
         if mode in (KVQuantMode.NONE, KVQuantMode.FP8_DS_MLA):
@@ -363,8 +369,16 @@ def _quantised_caches(basis: Basis) -> Iterator[Case]:
         for i, (mixture, (batch, fields)) in enumerate(mixtures.items()):
             dtype = basis.dtypes[i % len(basis.dtypes)]
             yield _case(f"{name}-{mixture}-{dtype}", basis, batch, dtype=dtype, **how, **fields)
-        if mode is KVQuantMode.FP8_PER_TENSOR:
-            yield _case(f"{name}-per_head_scales", basis, "mixed", per_head_scales=True, **how)
+        if cache_format(name).reads_layer_scales:
+            for batch, dtype in (("mixed", basis.dtypes[0]), ("decode", basis.dtypes[-1])):
+                yield _case(
+                    f"{name}-per_head_scales-{batch}",
+                    basis,
+                    batch,
+                    dtype=dtype,
+                    per_head_scales=True,
+                    **how,
+                )
 
 
 def _random_mixtures(basis: Basis) -> Iterator[Case]:

@@ -49,6 +49,9 @@ _VARIANTS = (
 )
 """What a law is tried on beside the plain layer."""
 
+_CODED = ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8_per_token_head"})
+"""Caches of codes, with scales in the layer and beside the codes: for laws about pages and slots."""
+
 
 def _base(subject: Subject, **fields: Any) -> Case:
     """The plain case of a law; LSE where the backend can."""
@@ -56,8 +59,15 @@ def _base(subject: Subject, **fields: Any) -> Case:
     return plain_case("law", basis, **{**_MIXED, "return_lse": basis.lse, **fields})
 
 
-def _claimed(subject: Subject, base: Case | None = None) -> Iterator[tuple[Attention, Case]]:
+def _claimed(
+    subject: Subject, base: Case | None = None, *, coded: bool = False
+) -> Iterator[tuple[Attention, Case]]:
     """Layers of the base case in every variant and dtype the backend takes.
+
+    Args:
+        subject: the backend.
+        base: the case; None: `_base`.
+        coded: over caches of codes too.
 
     Raises:
         NotClaimed: not even the plain one is taken.
@@ -66,7 +76,7 @@ def _claimed(subject: Subject, base: Case | None = None) -> Iterator[tuple[Atten
     dtypes = [{"dtype": DTYPES[name]} for name in subject.basis().dtypes[1:2]]
     refusals: list[NotClaimed] = []
     num_taken = 0
-    for i, variant in enumerate((*_VARIANTS, *dtypes)):
+    for i, variant in enumerate((*_VARIANTS, *dtypes, *(_CODED if coded else ()))):
         case = replace(base, name=f"{base.name}-{i}", **variant)
         try:
             layer = subject.layer(case)
@@ -81,7 +91,7 @@ def _claimed(subject: Subject, base: Case | None = None) -> Iterator[tuple[Atten
 
 def pages_do_not_matter(subject: Subject) -> None:
     """The same tokens on other pages give the same answer, bit for bit."""
-    for layer, case in _claimed(subject):
+    for layer, case in _claimed(subject, coded=True):
         first, _ = run_and_judge(subject, layer, subject.inputs(layer, case))
         for page_seed in (1, 2):
             other, _ = run_and_judge(
@@ -92,7 +102,7 @@ def pages_do_not_matter(subject: Subject) -> None:
 
 def unread_memory_does_not_matter(subject: Subject) -> None:
     """What stands in memory that no query sees never shows: NaN, inf, large, zero give equal bits."""
-    for layer, case in _claimed(subject):
+    for layer, case in _claimed(subject, coded=True):
         case = replace(case, padding_tokens=3, padding_reqs=1)
         results = []
         for poison in (math.nan, math.inf, 1e30, 0.0):
@@ -115,7 +125,7 @@ def runs_are_repeatable(subject: Subject) -> None:
 def batch_mates_do_not_matter(subject: Subject) -> None:
     """A request alone answers as in a batch; to the bit if the backend claims batch invariance."""
     invariant = subject.backend.supports_batch_invariance()
-    for layer, case in _claimed(subject):
+    for layer, case in _claimed(subject, coded=True):
         inputs = subject.inputs(layer, case)
         together, _ = run_and_judge(subject, layer, inputs)
         starts = np.cumsum([0, *case.query_lens])
@@ -148,7 +158,7 @@ def splitting_a_prompt_does_not_matter(subject: Subject) -> None:
     """A prompt in pieces ends in the same cache bytes and answers as in one."""
     length = 45
     base = _base(subject, query_lens=(length,), seq_lens=(length,))
-    for layer, case in _claimed(subject, base):
+    for layer, case in _claimed(subject, base, coded=True):
         if case.causal is not True:
             continue  # Without causality earlier pieces cannot see later ones.
         whole = subject.inputs(layer, case)
@@ -310,7 +320,7 @@ def causality_is_per_request(subject: Subject) -> None:
 
 def strides_do_not_matter(subject: Subject) -> None:
     """q, k and v may be slices of one projection: rows further apart than they are long."""
-    for layer, case in _claimed(subject):
+    for layer, case in _claimed(subject, coded=True):
         inputs = subject.inputs(layer, case)
         heads, kv_heads, size = case.num_heads, case.num_kv_heads, case.head_size
         fused = torch.full(
@@ -423,7 +433,7 @@ def profiling_writes_zeros(subject: Subject) -> None:
 
 def unwritten_slots_stay(subject: Subject) -> None:
     """Slot -1 writes nothing, wherever in the batch it stands."""
-    for layer, case in _claimed(subject):
+    for layer, case in _claimed(subject, coded=True):
         inputs = subject.inputs(layer, case)
         run_and_judge(subject, layer, inputs)  # The tokens are in the cache now.
         none = replace(

@@ -75,8 +75,8 @@ class Fp8Codec(Codec):
     """One float8 code a number: x / scale, scale from the layer.
 
     Magnitudes beyond the format's largest (448 for e4m3, 57344 for e5m2), infinities too, become that;
-    NaN stays NaN; zeros keep their sign. Quotients below the smallest normal number become denormal
-    codes, and at or below half of the smallest denormal zero.
+    NaN becomes the code 0x7F; zeros keep their sign. Quotients below the smallest normal number become
+    denormal codes, and at or below half of the smallest denormal zero.
     """
 
     dtype: torch.dtype
@@ -101,7 +101,8 @@ class PerTokenHeadCodec(Codec):
 
     scale = max(min(largest magnitude, MAGNITUDE_CAP) / largest code, SCALE_FLOOR); the codes are
     x / scale, rounded, saturating. The layer's scale is not read. A NaN anywhere makes the scale NaN
-    and every code zero, so that the whole vector reads back as NaN: int codes have none of their own.
+    (0x7FC00000) and every code zero, so that the whole vector reads back as NaN: int codes have none
+    of their own.
     """
 
     granule: ClassVar[int] = 4
@@ -114,7 +115,7 @@ class PerTokenHeadCodec(Codec):
 
     def encode(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         x = x.float()
-        magnitude = x.abs().amax(dim=-1, keepdim=True).clamp(max=MAGNITUDE_CAP)
+        magnitude = _one_nan(x.abs().amax(dim=-1, keepdim=True).clamp(max=MAGNITUDE_CAP))
         own = (magnitude / self.largest).clamp(min=SCALE_FLOOR)
         quotients = (x / own).clamp(-self.largest, self.largest).nan_to_num(nan=0.0)
         return torch.cat([self._pack(quotients), own.view(torch.uint8)], dim=-1)
@@ -219,7 +220,12 @@ class Nvfp4Codec(Codec):
 def _to_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Saturating cast. The bare cast makes NaN or infinity of what is too large."""
     largest = torch.finfo(dtype).max
-    return x.clamp(-largest, largest).to(dtype)
+    return _one_nan(x.clamp(-largest, largest)).to(dtype)
+
+
+def _one_nan(x: torch.Tensor) -> torch.Tensor:
+    """Every NaN as the same one: signs and payloads of NaN differ between processors."""
+    return torch.where(x.isnan(), torch.nan, x)
 
 
 def _to_e2m1(x: torch.Tensor) -> torch.Tensor:

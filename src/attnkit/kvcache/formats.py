@@ -255,14 +255,35 @@ def customize_spec(spec: AttentionSpec) -> AttentionSpec:
     )
 
 
-def _per_head(name: str, scale: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """The scale as (1, 1) or (num_kv_heads, 1)."""
+def layer_scale(name: str, scale: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """A layer's scale as dense float32 (1,) or (num_kv_heads,), the same memory where it is that.
+
+    Raises:
+        ConfigurationError: it has another shape than one number or (num_kv_heads,).
+    """
     if scale.numel() != 1 and scale.shape != (num_kv_heads,):
         raise ConfigurationError(
             f"{name} has shape {tuple(scale.shape)}; give one number, or one for each of the "
             f"{num_kv_heads} KV heads"
         )
-    return scale.reshape(-1, 1)
+    return scale.reshape(-1).to(torch.float32).contiguous()
+
+
+def _per_head(name: str, scale: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """The scale as (1, 1) or (num_kv_heads, 1)."""
+    return layer_scale(name, scale, num_kv_heads)[:, None]
+
+
+def format_refusal(kv_cache_dtype: str | None, head_size: int) -> str | None:
+    """What `supports_combination` answers about a cache format, for backends that read them all.
+
+    Args:
+        kv_cache_dtype: None, and names that are no format, have a reason of their own.
+        head_size: of keys and values.
+    """
+    if kv_cache_dtype not in CACHE_FORMATS:
+        return None
+    return cache_format(kv_cache_dtype).refusal(head_size, head_size)
 
 
 def _format(name: str, codec: Codec | None) -> CacheFormat:

@@ -1,4 +1,4 @@
-/* Attention over a paged KV cache, and the write of K and V into its pages.
+/* Attention over a paged KV cache.
  *
  * In: one batch (lengths, block table), one layer (heads, mask, score), pointers and strides.
  * Out: attention rows in `out`, log-sum-exps in `lse`. `launch.py` is the only caller and mirrors
@@ -14,7 +14,7 @@
  * runtime to fight with. */
 #include <stdlib.h>
 
-#include "vector.h"
+#include "codes.h"
 
 #define ROWS 4           /* rows per step of the block functions */
 #define MAX_ROWS 32      /* rows of a unit: its queries and sums stay in the first-level cache */
@@ -22,8 +22,6 @@
 #define SPLIT_KEYS 512   /* a multiple of TILE; short requests have one split and no merge */
 #define DIVIDED_ROWS 128 /* up to so many rows of a KV head threads share a unit's splits */
 #define NO_LIMIT ((int64_t)1 << 40) /* beyond any position, and far from overflow */
-
-enum status { OK = 0, NO_MEMORY = 1, BAD_BLOCK = 2, BAD_SLOT = 3 };
 
 struct batch {
   int64_t num_served;             /* rows of the batch this call serves */
@@ -42,13 +40,6 @@ struct layer {
   const float *slopes, *sinks; /* (num_heads,) or NULL */
   int64_t alibi_sqrt;
 };
-
-struct tensor { /* strides in bytes */
-  char *data;
-  int64_t block_stride, token_stride, head_stride;
-};
-
-typedef void (*parallel_fn)(void (*)(void *), void *, unsigned, unsigned);
 
 /* ---- blocks of rows and keys ---- */
 
@@ -173,7 +164,8 @@ struct job {
   const struct layer *layer;
   struct tensor q, k, v, out;
   int q_dtype, kv_dtype, out_dtype;
-  int widen, row_dtype; /* K and V rows are copied to float32 first; dtype of the rows then */
+  const struct codes *codes; /* NULL: K and V are numbers */
+  int widen, row_dtype;      /* K and V rows are converted first, a tile at a time; their dtype then */
   float *lse;
   int64_t lse_stride, block_size;
   int64_t q_width, v_width; /* head sizes rounded up to whole pieces */
@@ -202,11 +194,14 @@ struct unit {
   float *q, *acc; /* (MAX_ROWS, q_width), (MAX_ROWS, v_width) in lane order */
   float *scores;  /* (MAX_ROWS / ROWS, TILE / KEYS, GROUP) */
   float *parts;   /* (whole_splits, MAX_ROWS, v_width + 2) */
-  float *wide;    /* (TILE, q_width) and (TILE, v_width), where rows are widened */
+  float *wide;    /* room for (TILE, q_width) and (TILE, v_width), where rows are widened */
+  float score_scale, value_scale; /* of raw scores, and of sums of values */
   struct {        /* the same per row, KEYS times each, for vectors of scores */
     int32_t lo[MAX_ROWS * KEYS], hi[MAX_ROWS * KEYS], pos[MAX_ROWS * KEYS];
     float slope[MAX_ROWS * KEYS], largest[MAX_ROWS * KEYS], denominator[MAX_ROWS * KEYS];
   } lane;
+  /* Scales stored beside the codes of a tile's keys, each in the lanes of its key. */
+  float k_scales[TILE / KEYS * LANES], v_scales[TILE / KEYS * LANES];
 };
 
 /* Keys that query i of a request may see. */
@@ -262,6 +257,22 @@ static void widen_rows(const char **rows, int from, int to, int64_t size, int64_
   for (int t = to; t % KEYS; ++t) rows[t] = rows[to - 1];
 }
 
+/* The same for codes: bfloat16, and the scales stored beside them to the lanes of their keys. */
+static void decode_rows(const struct codes *c, const char **rows, int from, int to, int64_t size,
+                        int64_t width, uint16_t *buffer, float *lane_scales) {
+  for (int t = from; t < to; ++t) {
+    const uint8_t *codes = (const uint8_t *)rows[t];
+    read_codes(codes, c->kind, size, width, buffer + t * width);
+    rows[t] = (const char *)(buffer + t * width);
+    if (!c->token_scales) continue;
+    float scale, *lanes = lane_scales + t / KEYS * LANES + t % KEYS;
+    memcpy(&scale, codes + code_bytes(c->kind, size), 4);
+    for (int n = 0; n < LANES; n += KEYS) lanes[n] = scale;
+  }
+  for (int t = from - from % KEYS; t < from; ++t) rows[t] = rows[from];
+  for (int t = to; t % KEYS; ++t) rows[t] = rows[to - 1];
+}
+
 /* Turn raw scores of ROWS rows over a tile into weights, and rescale their earlier sums. A lane is
  * one row and one of KEYS neighbouring keys; its denominator counts those keys alone. Rows that do
  * not exist see nothing. */
@@ -269,7 +280,8 @@ static void softmax_block(const struct job *j, struct unit *u, int64_t base, int
                           int first, float *scores) {
   const struct layer *l = j->layer;
   const float log2e = 1.44269504f, cap = l->soft_cap;
-  const float scale = cap != 0.0f ? l->scale / cap : l->scale * log2e;
+  const float scale = cap != 0.0f ? u->score_scale / cap : u->score_scale * log2e;
+  const int token_scales = j->codes && j->codes->token_scales;
   float factors[GROUP];
   for (int i = 0; i < GROUP; i += LANES) {
     const int lane = first * KEYS + i;
@@ -278,6 +290,7 @@ static void softmax_block(const struct job *j, struct unit *u, int64_t base, int
     for (int n = 0; n < LANES; ++n) key[n] = (int32_t)base + n % KEYS;
     for (int g = 0; g < TILE / KEYS; ++g, key += KEYS) {
       vec x = load_vec(scores + g * GROUP + i) * scale;
+      if (token_scales) x *= load_vec(u->k_scales + g * LANES);
       if (cap != 0.0f) x = tanh_safe(x) * (cap * log2e);
       if (l->slopes) {
         vec behind = __builtin_convertvector(load_ints(u->lane.pos + lane) - key, vec);
@@ -297,7 +310,7 @@ static void softmax_block(const struct job *j, struct unit *u, int64_t base, int
     vec sum = load_vec(u->lane.denominator + lane) * factor;
     for (int g = 0; g < TILE / KEYS; ++g) {
       const vec p = exp2_nonpositive(s[g] - zero);
-      store_vec(scores + g * GROUP + i, p);
+      store_vec(scores + g * GROUP + i, token_scales ? p * load_vec(u->v_scales + g * LANES) : p);
       sum += p;
     }
     store_vec(u->lane.largest + lane, top);
@@ -366,7 +379,12 @@ static void run_tiles(const struct job *j, struct unit *u, int64_t start, int64_
       if (j->fetch_bytes) fetch = pointers[now ^ 1][0];
       for (int t = rest; t < TILE; ++t) pointers[now ^ 1][0][t] = pointers[now ^ 1][0][rest - 1];
     }
-    if (j->widen) {
+    if (j->codes) {
+      uint16_t *buffer = (uint16_t *)u->wide;
+      decode_rows(j->codes, keys, from, to, l->head_size, j->q_width, buffer, u->k_scales);
+      decode_rows(j->codes, values, from, to, l->head_size_v, j->v_width,
+                  buffer + TILE * j->q_width, u->v_scales);
+    } else if (j->widen) {
       widen_rows(keys, from, to, l->head_size, j->q_width, j->kv_dtype, u->wide);
       widen_rows(values, from, to, l->head_size_v, j->v_width, j->kv_dtype,
                  u->wide + TILE * j->q_width);
@@ -398,8 +416,9 @@ static void finish_rows(const struct job *j, const struct unit *u) {
       d = d * factor + exp2_one(sink - best);
       m = best;
     }
-    store_row(u->acc + r * j->v_width, d == 0.0f ? 0.0f : factor / d, j->row_dtype, l->head_size_v,
-              j->out_dtype, j->out.data + token * j->out.token_stride + head * j->out.head_stride);
+    const float share = d == 0.0f ? 0.0f : factor / d * u->value_scale;
+    store_row(u->acc + r * j->v_width, share, j->row_dtype, l->head_size_v, j->out_dtype,
+               j->out.data + token * j->out.token_stride + head * j->out.head_stride);
     if (j->lse)
       j->lse[token * j->lse_stride + head] = d == 0.0f ? -INFINITY : (m + log2f(d)) * 0.693147181f;
   }
@@ -509,6 +528,8 @@ static void run_item(struct job *j, struct unit *u, int64_t item) {
   u->req = b->served[at];
   u->kv_head = index / chunks;
   u->first_row = index % chunks * MAX_ROWS;
+  u->score_scale = l->scale * k_scale(j->codes, u->kv_head);
+  u->value_scale = v_scale(j->codes, u->kv_head);
   const struct span all = prepare_rows(j, u);
 
   int64_t num_splits = items_per_unit, split = (item - j->first_item[at]) % items_per_unit;
@@ -553,17 +574,23 @@ static void work(void *argument) {
 
 /* Attend: returns OK, NO_MEMORY or BAD_BLOCK; nothing has been written unless OK.
  *
- * Strides are in elements. `v` is where V begins in the same or another tensor. `block_size`,
- * `num_blocks` and `table_width` bound the block table. `lse` may be NULL. */
+ * Strides are in elements. `v` is where V begins in the same or another tensor. Where `codes` is not
+ * NULL, K and V are bytes and `kv_dtype` is not looked at. `block_size`, `num_blocks` and
+ * `table_width` bound the block table. `lse` may be NULL. */
 int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, const char *q,
                        int64_t q_dtype, int64_t q_token, int64_t q_head, const char *k,
                        int64_t k_block, int64_t k_token, int64_t k_head, const char *v,
                        int64_t v_block, int64_t v_token, int64_t v_head, int64_t kv_dtype,
-                       int64_t num_blocks, int64_t block_size, int64_t table_width, char *out,
-                       int64_t out_dtype, int64_t out_token, int64_t out_head, float *lse,
-                       int64_t lse_stride, int64_t num_threads, parallel_fn parallel) {
-  const int64_t n = batch->num_served, q_size = size_of(q_dtype), kv_size = size_of(kv_dtype),
-                out_size = size_of(out_dtype);
+                       const struct codes *codes, int64_t num_blocks, int64_t block_size,
+                       int64_t table_width, char *out, int64_t out_dtype, int64_t out_token,
+                       int64_t out_head, float *lse, int64_t lse_stride, int64_t num_threads,
+                       parallel_fn parallel) {
+  const int64_t n = batch->num_served, q_size = size_of(q_dtype), out_size = size_of(out_dtype);
+  const int64_t kv_size = codes ? 1 : size_of(kv_dtype);
+  const int64_t k_bytes =
+      codes ? vector_bytes(codes, layer->head_size) : layer->head_size * kv_size;
+  const int64_t v_bytes =
+      codes ? vector_bytes(codes, layer->head_size_v) : layer->head_size_v * kv_size;
   int64_t *offsets = malloc((3 * n + 2) * sizeof *offsets);
   if (!offsets) return NO_MEMORY;
   struct job j = {.batch = batch,
@@ -576,17 +603,17 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
                   .out = {out, 0, out_token * out_size, out_head * out_size},
                   .q_dtype = q_dtype,
                   .kv_dtype = kv_dtype,
+                  .codes = codes,
                   .out_dtype = out_dtype,
                   .block_size = block_size,
                   .q_width = (layer->head_size + PIECE - 1) / PIECE * PIECE,
                   .v_width = (layer->head_size_v + PIECE - 1) / PIECE * PIECE,
-                  .widen = layer->head_size % PIECE || layer->head_size_v % PIECE,
+                  .widen = codes || layer->head_size % PIECE || layer->head_size_v % PIECE,
                   .first_item = offsets,
                   .first_unit = offsets + n + 1,
                   .first_partial = offsets + 2 * n + 2};
-  j.row_dtype = j.widen ? F32 : kv_dtype;
-  if (v - k == layer->head_size * kv_size)
-    j.fetch_bytes = (layer->head_size + layer->head_size_v) * kv_size;
+  j.row_dtype = codes ? BF16 : j.widen ? F32 : kv_dtype;
+  if (v - k == k_bytes) j.fetch_bytes = k_bytes + v_bytes;
   int64_t status = OK, num_units = 0, num_partials = 0, cost = 0;
   for (int64_t i = 0; i < n && status == OK; ++i) {
     const int64_t req = batch->served[i];
@@ -645,57 +672,4 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
   free(j.partials);
   free(offsets);
   return status;
-}
-
-/* ---- the write of K and V ---- */
-
-struct write_job {
-  struct tensor k, v, cache;
-  const int64_t *slots;
-  int64_t num_tokens, num_heads, k_bytes, v_bytes, block_size, next;
-};
-
-static void write_tokens(void *argument) {
-  struct write_job *w = argument;
-  for (;;) {
-    const int64_t first = __atomic_fetch_add(&w->next, 64, __ATOMIC_RELAXED);
-    if (first >= w->num_tokens) return;
-    const int64_t end = first + 64 < w->num_tokens ? first + 64 : w->num_tokens;
-    for (int64_t t = first; t < end; ++t) {
-      const int64_t slot = w->slots[t];
-      if (slot < 0) continue;
-      char *to = w->cache.data + slot / w->block_size * w->cache.block_stride +
-                 slot % w->block_size * w->cache.token_stride;
-      for (int64_t h = 0; h < w->num_heads; ++h, to += w->cache.head_stride) {
-        memcpy(to, w->k.data + t * w->k.token_stride + h * w->k.head_stride, w->k_bytes);
-        memcpy(to + w->k_bytes, w->v.data + t * w->v.token_stride + h * w->v.head_stride,
-               w->v_bytes);
-      }
-    }
-  }
-}
-
-/* Copy K and V of each token to its slot, K first; -1 is skipped. Returns OK or BAD_SLOT; nothing
- * has been written unless OK. Two tokens must not share a slot. */
-int64_t attnkit_write_kv(const char *k, int64_t k_token, int64_t k_head, const char *v,
-                         int64_t v_token, int64_t v_head, char *cache, int64_t block_stride,
-                         int64_t token_stride, int64_t head_stride, const int64_t *slots,
-                         int64_t num_tokens, int64_t num_heads, int64_t k_bytes, int64_t v_bytes,
-                         int64_t num_blocks, int64_t block_size, int64_t num_threads,
-                         parallel_fn parallel) {
-  for (int64_t t = 0; t < num_tokens; ++t)
-    if (slots[t] < -1 || slots[t] >= num_blocks * block_size) return BAD_SLOT;
-  struct write_job w = {.k = {(char *)k, 0, k_token, k_head},
-                        .v = {(char *)v, 0, v_token, v_head},
-                        .cache = {cache, block_stride, token_stride, head_stride},
-                        .slots = slots,
-                        .num_tokens = num_tokens,
-                        .num_heads = num_heads,
-                        .k_bytes = k_bytes,
-                        .v_bytes = v_bytes,
-                        .block_size = block_size};
-  if (num_threads > 1 && parallel && num_tokens * num_heads * (k_bytes + v_bytes) > 1000000)
-    parallel(write_tokens, &w, num_threads, 0);
-  else write_tokens(&w);
-  return OK;
 }

@@ -14,29 +14,36 @@ from typing import ClassVar
 import torch
 
 from attnkit.backends.cpu.attend import Request, attend
-from attnkit.backends.cpu.launch import DTYPE_CODES, NativeLayer
+from attnkit.backends.cpu.launch import DTYPE_CODES, NativeCodes, NativeLayer
 from attnkit.backends.cpu.native import native_kernels, native_status
 from attnkit.backends.cpu.plan import CpuMetadata, CpuMetadataBuilder
 from attnkit.contract import (
     AttentionBackend,
     AttentionImpl,
     AttentionLayer,
+    AttentionSpec,
     AttentionType,
     AttentionVariant,
     DeviceCapability,
     KVCacheLayout,
 )
 from attnkit.errors import BatchError, UnsupportedConfiguration
-from attnkit.kvcache.write import write_kv
+from attnkit.kvcache.formats import (
+    CACHE_FORMATS,
+    CacheFormat,
+    cache_format,
+    customize_spec,
+    format_refusal,
+)
 
 _CACHELESS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
 class CpuBackend(AttentionBackend):
-    """Every variant of dense attention, any head size, any page size, on the CPU."""
+    """Every variant of dense attention, any head size, page size and cache format, on the CPU."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float32", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_FORMATS)
     forward_includes_kv_cache_update = False
     accept_output_buffer = True
 
@@ -76,6 +83,29 @@ class CpuBackend(AttentionBackend):
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type in tuple(AttentionType)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        return customize_spec(spec)
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: DeviceCapability,
+    ) -> str | None:
+        return format_refusal(kv_cache_dtype, head_size)
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -141,6 +171,10 @@ class CpuImpl(AttentionImpl[CpuMetadata]):
             allowed = ", ".join(CpuBackend.supported_kv_cache_dtypes)
             reason = f"KV cache dtype {kv_cache_dtype} is not supported (allowed: {allowed})"
             raise UnsupportedConfiguration(f"cpu: {reason}", (reason,))
+        self.cache_format = cache_format(kv_cache_dtype)
+        reason = self.cache_format.refusal(head_size, head_size_v or head_size)
+        if reason is not None:
+            raise UnsupportedConfiguration(f"cpu: {reason}", (reason,))
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = scale
@@ -179,10 +213,13 @@ class CpuImpl(AttentionImpl[CpuMetadata]):
                 been written.
         """
         _check_rows(kv_cache)
+        _check_dtype("key", key)
         if self._kernels is not None:
-            if key.dtype != kv_cache.dtype:
+            codes = self._codes(layer)
+            if codes is None and key.dtype != kv_cache.dtype:
                 key, value = key.to(kv_cache.dtype), value.to(kv_cache.dtype)
-            self._kernels.write_kv(_rows(key), _rows(value), kv_cache, slot_mapping.contiguous())
+            slots = slot_mapping.contiguous()
+            self._kernels.write_kv(_rows(key), _rows(value), kv_cache, codes, slots)
         elif slot_mapping.numel():
             lowest, highest = (int(x) for x in slot_mapping.aminmax())
             num_slots = kv_cache.shape[0] * kv_cache.shape[2]
@@ -191,7 +228,9 @@ class CpuImpl(AttentionImpl[CpuMetadata]):
                     f"slot_mapping goes from {lowest} to {highest}; give slots from 0 to "
                     f"{num_slots - 1}, or -1 to skip a token"
                 )
-            write_kv(key, value, kv_cache, slot_mapping)
+            self.cache_format.write(
+                key, value, kv_cache, slot_mapping, layer._k_scale, layer._v_scale
+            )
 
     def forward(
         self,
@@ -216,11 +255,8 @@ class CpuImpl(AttentionImpl[CpuMetadata]):
         if attn_metadata is None:
             output.zero_()
             return output
-        if query.dtype not in DTYPE_CODES or output.dtype not in DTYPE_CODES:
-            raise BatchError(
-                f"query is {query.dtype} and output {output.dtype}; the cpu backend takes float32, "
-                "bfloat16 and float16"
-            )
+        _check_dtype("query", query)
+        _check_dtype("output", output)
         lse = None
         if self.need_to_return_lse_for_decode:
             lse = torch.empty(attn_metadata.num_tokens, self.num_heads)
@@ -229,7 +265,7 @@ class CpuImpl(AttentionImpl[CpuMetadata]):
         if attn_type not in _CACHELESS:
             _check_rows(kv_cache)
         if self._kernels is None:
-            self._attend_in_torch(query, key, value, kv_cache, attn_metadata, rows, lse)
+            self._attend_in_torch(layer, query, key, value, kv_cache, attn_metadata, rows, lse)
         elif attn_type in _CACHELESS:
             self._kernels.attend_tokens(
                 attn_metadata.encoder,
@@ -247,7 +283,7 @@ class CpuImpl(AttentionImpl[CpuMetadata]):
                 self._layer,
                 _rows(query),
                 kv_cache,
-                self.head_size,
+                self._codes(layer),
                 rows,
                 lse,
             )
@@ -255,8 +291,22 @@ class CpuImpl(AttentionImpl[CpuMetadata]):
             output[: attn_metadata.num_tokens] = rows[: attn_metadata.num_tokens]
         return output if lse is None else (output, lse)
 
+    def _codes(self, layer: AttentionLayer) -> NativeCodes | None:
+        """The cache's format as the kernels read it; None: its elements are the numbers."""
+        if self.cache_format.codec is None:
+            return None
+        return NativeCodes.pack(
+            self.cache_format,
+            self.head_size,
+            self.head_size_v,
+            self.num_kv_heads,
+            layer._k_scale,
+            layer._v_scale,
+        )
+
     def _attend_in_torch(
         self,
+        layer: AttentionLayer,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -282,7 +332,15 @@ class CpuImpl(AttentionImpl[CpuMetadata]):
                     window=variant.sliding_window,
                     read=_Tokens(key[start:end], value[start:end])
                     if cacheless
-                    else _Pages(kv_cache, plan.block_table[request], self.head_size),
+                    else _Pages(
+                        kv_cache,
+                        plan.block_table[request],
+                        self.cache_format,
+                        self.head_size,
+                        self.head_size_v,
+                        layer._k_scale,
+                        layer._v_scale,
+                    ),
                 )
             )
         num_tokens = plan.num_tokens
@@ -309,7 +367,11 @@ class _Pages:
 
     kv_cache: torch.Tensor
     block_table: torch.Tensor
+    cache_format: CacheFormat
     head_size: int
+    head_size_v: int
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
 
     def __call__(
         self, start: int, end: int, dtype: torch.dtype
@@ -317,10 +379,19 @@ class _Pages:
         block_size = self.kv_cache.shape[2]
         first = start // block_size
         blocks = self.block_table[first : -(-end // block_size)]
+        coded = self.cache_format.codec is not None
+        # As bytes, since not every operation knows every 8-bit dtype.
+        cache = self.kv_cache.view(torch.uint8) if coded else self.kv_cache
         # Selecting whole pages and then moving heads outward is 7 times faster than the reverse.
-        pages = self.kv_cache.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
-        rows = pages[:, start - first * block_size : end - first * block_size].to(dtype)
-        return rows[..., : self.head_size], rows[..., self.head_size :]
+        pages = cache.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
+        rows = pages[:, start - first * block_size : end - first * block_size]
+        if not coded:
+            rows = rows.to(dtype)
+            return rows[..., : self.head_size], rows[..., self.head_size :]
+        keys, values = self.cache_format.decode(
+            rows.transpose(0, 1), self.head_size, self.head_size_v, self.k_scale, self.v_scale
+        )
+        return keys.to(dtype).transpose(0, 1), values.to(dtype).transpose(0, 1)
 
 
 def _check_rows(kv_cache: torch.Tensor) -> None:
@@ -330,6 +401,13 @@ def _check_rows(kv_cache: torch.Tensor) -> None:
             f"kv_cache has stride {kv_cache.stride(3)} in its last dimension; give a cache whose rows "
             "of K and V are dense (stride 1)"
         )
+
+
+def _check_dtype(name: str, x: torch.Tensor) -> None:
+    """Refuse what the kernels do not read."""
+    if x.dtype not in DTYPE_CODES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_CODES)
+        raise BatchError(f"{name} is {x.dtype}; the cpu backend takes {allowed}")
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Calls into the native library: tensors in, one foreign call a layer out.
 
-In: a batch and a layer, packed once into the C structs of `attend.c` (which this file mirrors), and
-per call the tensors. Out: attention in `output`, or K/V in the cache. Shapes are the caller's
-promise; what would make the C code read or write outside a tensor (block ids, slots) it checks
-itself, before anything is written.
+In: a batch and a layer, packed once into the C structs of `attend.c` and `call.h` (which this file
+mirrors), and per call the tensors. Out: attention in `output`, or K/V in the cache. Shapes are the
+caller's promise; what would make the C code read or write outside a tensor (block ids, slots) it
+checks itself, before anything is written.
 """
 
 from __future__ import annotations
@@ -17,23 +17,37 @@ import torch
 
 from attnkit.contract import AttentionVariant
 from attnkit.errors import BatchError
+from attnkit.kvcache.codecs import PerTokenHeadCodec
+from attnkit.kvcache.formats import CacheFormat, layer_scale
 
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Dtypes the library reads and writes, by the names `attend.c` gives them."""
+"""Dtypes the library reads and writes, by the names `vector.h` gives them."""
+
+_KINDS = {
+    "fp8": 0,
+    "fp8_e4m3": 0,
+    "fp8_per_token_head": 0,
+    "fp8_e5m2": 1,
+    "int8_per_token_head": 2,
+    "int4_per_token_head": 3,
+    "nvfp4": 4,
+}
+"""Formats whose codes the library reads and writes, by the names `codes.h` gives these."""
 
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _ATTEND_ARGUMENTS = (
     [_POINTER, _POINTER]  # batch, layer
     + [_POINTER, _INT, _INT, _INT]  # query: dtype, token stride, head stride
     + 2 * [_POINTER, _INT, _INT, _INT]  # keys, values: block, token, head stride
-    + [_INT, _INT, _INT, _INT]  # their dtype, num_blocks, block_size, table_width
+    + [_INT, _POINTER, _INT, _INT, _INT]  # their dtype, codes, num_blocks, block_size, table_width
     + [_POINTER, _INT, _INT, _INT]  # output, as the query
     + [_POINTER, _INT, _INT, _POINTER]  # lse, its token stride, num_threads, GOMP_parallel
 )
 _WRITE_ARGUMENTS = (
     2 * [_POINTER, _INT, _INT]  # key, value: token, head stride in bytes
-    + [_POINTER, _INT, _INT, _INT]  # cache: block, token, head stride in bytes
-    + [_POINTER, _INT, _INT, _INT, _INT]  # slots, num_tokens, num_heads, bytes of a K, of a V row
+    + [_INT, _INT, _INT]  # their dtype, head_size, head_size_v
+    + [_POINTER, _INT, _INT, _INT, _POINTER]  # cache: block, token, head stride in bytes; codes
+    + [_POINTER, _INT, _INT]  # slots, num_tokens, num_heads
     + [_INT, _INT, _INT, _POINTER]  # num_blocks, block_size, num_threads, GOMP_parallel
 )
 
@@ -62,6 +76,17 @@ class _Layer(ctypes.Structure):
         ("slopes", _POINTER),
         ("sinks", _POINTER),
         ("alibi_sqrt", _INT),
+    )
+
+
+class _Codes(ctypes.Structure):
+    _fields_ = (
+        ("kind", _INT),
+        ("token_scales", _INT),
+        ("k_scale", _POINTER),
+        ("v_scale", _POINTER),
+        ("k_stride", _INT),
+        ("v_stride", _INT),
     )
 
 
@@ -155,11 +180,61 @@ class NativeLayer:
         return cls(ctypes.addressof(struct), struct, (slopes, sinks))
 
 
+@dataclass(frozen=True, eq=False)
+class NativeCodes:
+    """How a quantised cache stores K and V, with the layer's scales of the moment.
+
+    Attributes:
+        address: of the struct.
+        value_offset: bytes from a key to its value.
+    """
+
+    address: int
+    value_offset: int
+    _struct: _Codes
+    _tensors: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def pack(
+        cls,
+        stored: CacheFormat,
+        head_size: int,
+        head_size_v: int,
+        num_kv_heads: int,
+        k_scale: torch.Tensor,
+        v_scale: torch.Tensor,
+    ) -> NativeCodes:
+        """Pack a format that has codes.
+
+        Args:
+            stored: the format.
+            head_size, head_size_v: that fit it.
+            num_kv_heads: of the layer.
+            k_scale, v_scale: one number or (num_kv_heads,), the layer's.
+
+        Raises:
+            ConfigurationError: a scale has another shape.
+        """
+        scales = [
+            layer_scale(name, scale, num_kv_heads)
+            for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
+        ]
+        read = stored.reads_layer_scales
+        struct = _Codes(
+            _KINDS[stored.name],
+            isinstance(stored.codec, PerTokenHeadCodec),
+            *(scale.data_ptr() if read else None for scale in scales),
+            *(0 if scale.numel() == 1 else 1 for scale in scales),
+        )
+        offset = stored.layout(head_size, head_size_v).v_codes
+        return cls(ctypes.addressof(struct), offset, struct, (scales[0], scales[1]))
+
+
 class NativeKernels:
     """The loaded library. Calls release the GIL and run on torch's own threads."""
 
     def __init__(self, path: str, parallel: int | None) -> None:
-        """Load a library built from `attend.c`.
+        """Load a library built from `attend.c` and `write.c`.
 
         Args:
             path: of the shared library.
@@ -181,7 +256,7 @@ class NativeKernels:
         layer: NativeLayer,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
-        head_size: int,
+        codes: NativeCodes | None,
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
@@ -189,7 +264,9 @@ class NativeKernels:
 
         Args:
             query: (num_tokens, num_heads, head_size).
-            kv_cache: (num_blocks, num_kv_heads, block_size, head_size + head_size_v), K first.
+            kv_cache: (num_blocks, num_kv_heads, block_size, head_size + head_size_v), K first; with
+                codes the last dimension is that of the format, in elements of a byte.
+            codes: None: the elements are the numbers.
             output: (num_tokens, num_heads, head_size_v); rows of the served requests are written.
             lse: float32 (num_tokens, num_heads), likewise; None: not wanted.
 
@@ -201,6 +278,7 @@ class NativeKernels:
         num_blocks, _, block_size, _ = kv_cache.shape
         block_stride, head_stride, token_stride, _ = kv_cache.stride()
         keys = kv_cache.data_ptr()
+        offset = query.shape[2] * kv_cache.element_size() if codes is None else codes.value_offset
         q_token, q_head, _ = query.stride()
         out_token, out_head, _ = output.stride()
         self._check(
@@ -215,11 +293,12 @@ class NativeKernels:
                 block_stride,
                 token_stride,
                 head_stride,
-                keys + head_size * kv_cache.element_size(),
+                keys + offset,
                 block_stride,
                 token_stride,
                 head_stride,
-                DTYPE_CODES[kv_cache.dtype],
+                DTYPE_CODES[kv_cache.dtype] if codes is None else 0,
+                None if codes is None else codes.address,
                 num_blocks,
                 block_size,
                 batch.table_width,
@@ -268,6 +347,7 @@ class NativeKernels:
                 v_token,
                 v_head,
                 DTYPE_CODES[key.dtype],
+                None,
                 0,
                 1,
                 0,
@@ -288,14 +368,16 @@ class NativeKernels:
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
+        codes: NativeCodes | None,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Copy K and V of tokens to their slots; -1 is skipped.
+        """Write K and V of tokens to their slots; -1 is skipped.
 
         Args:
-            key: (num_tokens, num_kv_heads, head_size) in the dtype of the cache.
+            key: (num_tokens, num_kv_heads, head_size), in the dtype of the cache unless that has codes.
             value: (num_tokens, num_kv_heads, head_size_v), likewise.
-            kv_cache: (num_blocks, num_kv_heads, block_size, head_size + head_size_v).
+            kv_cache: as in `attend_paged`.
+            codes: None: the elements are the numbers.
             slot_mapping: int64 (n,), dense, n <= num_tokens.
 
         Raises:
@@ -303,7 +385,7 @@ class NativeKernels:
         """
         num_blocks, num_heads, block_size, _ = kv_cache.shape
         block_stride, head_stride, token_stride, _ = kv_cache.stride()
-        size = kv_cache.element_size()
+        cache_size, size = kv_cache.element_size(), key.element_size()
         k_token, k_head, _ = key.stride()
         v_token, v_head, _ = value.stride()
         status = self._write_kv(
@@ -313,15 +395,17 @@ class NativeKernels:
             value.data_ptr(),
             v_token * size,
             v_head * size,
+            DTYPE_CODES[key.dtype],
+            key.shape[2],
+            value.shape[2],
             kv_cache.data_ptr(),
-            block_stride * size,
-            token_stride * size,
-            head_stride * size,
+            block_stride * cache_size,
+            token_stride * cache_size,
+            head_stride * cache_size,
+            None if codes is None else codes.address,
             slot_mapping.data_ptr(),
             slot_mapping.shape[0],
             num_heads,
-            key.shape[2] * size,
-            value.shape[2] * size,
             num_blocks,
             block_size,
             torch.get_num_threads(),

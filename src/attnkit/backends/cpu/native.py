@@ -1,4 +1,4 @@
-"""The native library: built from `attend.c` on first use, kept, loaded; and what became of that.
+"""The native library: built from C on first use, kept, loaded; and what became of that.
 
 In: the C compiler at hand and the user's cache directory. Out: `native_kernels()`, or None where the
 torch path has to serve, and `native_status()`, one line that says which and why. The decision is
@@ -26,7 +26,8 @@ from pathlib import Path
 from attnkit.backends.cpu.launch import NativeKernels
 from attnkit.errors import ConfigurationError
 
-SOURCE = Path(__file__).with_name("attend.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("attend.c", "write.c"))
+"""Beside the headers they include."""
 COMPILERS = ("cc", "gcc", "clang")
 """Looked for in this order, after the environment's CC."""
 
@@ -42,7 +43,7 @@ FLAGS = (
 """Nothing that would let the compiler assume away inf or NaN, or reorder sums."""
 
 BUILD_SECONDS = 60
-"""A build takes about one second; a compiler that hangs must not hang the process."""
+"""A build takes a few seconds; a compiler that hangs must not hang the process."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _load(path: Path) -> NativeKernels:
 
 
 def _build(path: Path) -> None:
-    """Compile `attend.c` to `path`, whole or not at all."""
+    """Compile the sources to `path`, whole or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, name = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
@@ -115,13 +116,13 @@ def _build(path: Path) -> None:
         raise _Unavailable(
             f"the cache directory {path.parent} cannot be written ({error.strerror})"
         ) from error
-    command = [_compiler(), *_flags(), str(SOURCE), "-o", name, "-lm"]
+    command = [_compiler(), *_flags(), *map(str, SOURCES), "-o", name, "-lm"]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
         os.replace(name, path)
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or "").strip().splitlines() or [f"exit status {error.returncode}"]
-        raise _Unavailable(f"{command[0]} could not compile {SOURCE.name} ({lines[0]})") from error
+        raise _Unavailable(f"{command[0]} could not compile its kernels ({lines[0]})") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _Unavailable(f"{command[0]} could not be run ({error})") from error
     finally:
@@ -133,7 +134,7 @@ def _library_path() -> Path:
     compiler = _compiler()
     binary = os.stat(compiler)
     facts = [
-        *(source.read_bytes() for source in sorted(SOURCE.parent.glob("*.[ch]"))),
+        *(source.read_bytes() for source in sorted(SOURCES[0].parent.glob("*.[ch]"))),
         " ".join(_flags()).encode(),
         f"{os.path.realpath(compiler)} {binary.st_size} {binary.st_mtime_ns}".encode(),
         _processor().encode(),

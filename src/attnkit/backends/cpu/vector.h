@@ -243,7 +243,7 @@ INLINE int64_t lane_index(int64_t i, const int dtype) {
 /* A row of `size` elements as float32 in lane order, zeros up to `width`. */
 INLINE void load_row(const char *from, int from_dtype, const int dtype, int64_t size, int64_t width,
                      float *to) {
-  if (dtype == BF16 && from_dtype == BF16) { /* then there is no padding */
+  if (dtype == BF16 && from_dtype == BF16 && size == width) {
     for (int64_t d = 0; d < width; d += PIECE) {
       vec a, b;
       load_pair(from + d * 2, BF16, &a, &b);
@@ -253,13 +253,13 @@ INLINE void load_row(const char *from, int from_dtype, const int dtype, int64_t 
     return;
   }
   for (int64_t d = 0; d < size; ++d) to[lane_index(d, dtype)] = load_scalar(from, d, from_dtype);
-  for (int64_t d = size; d < width; ++d) to[d] = 0.0f;
+  for (int64_t d = size; d < width; ++d) to[lane_index(d, dtype)] = 0.0f;
 }
 
 /* The inverse: `row` in lane order times `factor`, converted. */
 INLINE void store_row(const float *row, float factor, int dtype, int64_t size, int to_dtype,
                       char *to) {
-  if (dtype == BF16 && to_dtype == BF16) {
+  if (dtype == BF16 && to_dtype == BF16 && size % PIECE == 0) {
     for (int64_t d = 0; d < size; d += PIECE)
       for (int i = 0; i < LANES; ++i) {
         uint32_t pair =
