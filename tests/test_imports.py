@@ -35,9 +35,9 @@ ARROWS: dict[str, set[str]] = {
     "runner": CHOICE,
     "conformance": CHOICE | {"runner", ""},
     "bench": CHOICE | {"runner", "conformance", ""},
-    "integrations": CHOICE | {"runner", "parallel", ""},
+    "integrations": CHOICE | {"runner", "parallel"},
     "cli": CHOICE | {"runner", "conformance", "bench", "parallel", ""},
-    "": CHOICE | {"runner"},
+    "": CHOICE | {"runner", "integrations"},
 }
 """`""`, the package itself, hands the public names on; only what stands outside may go through it."""
 

@@ -1,8 +1,9 @@
 """attnkit: the attention layer of an LLM inference engine as a library.
 
 Import it and get the layer, the paged cache, the batch and the choice of backends; it needs torch
-and numpy and touches no GPU. `attnkit.LLM` (text from a model) brings transformers in when it is
-first asked for. What a backend author needs is in `attnkit.contract`.
+and numpy and touches no GPU. `attnkit.LLM` (text from a model) and `attnkit.hf` (the bridge into
+`model.generate`) bring transformers in when they are first asked for. What a backend author needs is in
+`attnkit.contract`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from attnkit.layer import Attention
 from attnkit.selection import AttentionRequest, Selection, backend_names, register, select
 
 if TYPE_CHECKING:
+    from attnkit.integrations import hf
     from attnkit.runner.llm import LLM
     from attnkit.runner.sampling_params import SamplingParams
 
@@ -30,6 +32,7 @@ __all__ = [
     "Selection",
     "backend_names",
     "forward_context",
+    "hf",
     "make_batch",
     "register",
     "select",
@@ -46,6 +49,10 @@ def __getattr__(name: str) -> Any:
         from attnkit.runner.sampling_params import SamplingParams
 
         return SamplingParams
+    if name == "hf":
+        from attnkit.integrations import hf
+
+        return hf
     raise AttributeError(f"module 'attnkit' has no attribute {name!r}")
 
 

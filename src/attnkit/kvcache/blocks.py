@@ -87,6 +87,22 @@ class BlockPool:
             taken.append(block_id)
         return taken
 
+    def extend(self, num_blocks: int) -> None:
+        """Let the pool grow to `num_blocks`, the null block included; the new ones are blank.
+
+        Raises:
+            CacheError: that is fewer than there are.
+        """
+        if num_blocks < self.num_blocks:
+            raise CacheError(
+                f"a pool of {self.num_blocks} blocks cannot shrink to {num_blocks}; give more"
+            )
+        more = range(self.num_blocks, num_blocks)
+        self._num_refs += [0] * len(more)
+        self._keys += [None] * len(more)
+        self._blank[:0] = reversed(more)  # Taken last.
+        self.num_blocks = num_blocks
+
     def share(self, block_ids: Iterable[int]) -> None:
         """Hold blocks once more: used ones, or idle ones just found.
 

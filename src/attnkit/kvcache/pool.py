@@ -162,11 +162,7 @@ class PagedKVCache:
             CacheError: there is no such block; nothing has been written.
         """
         block_ids = list(block_ids)
-        for block in block_ids:
-            if not 0 <= block < self.num_blocks:
-                raise CacheError(
-                    f"there is no block {block}; ids run from 0 to {self.num_blocks - 1}"
-                )
+        self._check_blocks(block_ids)
         if not block_ids:
             return
         ratio = self.blocks_per_block
@@ -174,6 +170,36 @@ class PagedKVCache:
         index = torch.tensor(ids, device=self.device)
         for name, tensor in self._tensors.items():
             tensor.movedim(self._block_dims.get(name, 0), 0)[index] = _nan_like(tensor)
+
+    def copy_blocks(self, source: PagedKVCache, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks of every layer.
+
+        Args:
+            source: a cache of the same layers in blocks of the same shape; this one, or another.
+            moves: (id in `source`, id here); no id is both read and written.
+
+        Raises:
+            CacheError: there is no such block; nothing has been written.
+        """
+        for cache, ids in ((source, [a for a, _ in moves]), (self, [b for _, b in moves])):
+            cache._check_blocks(ids)
+        if not moves:
+            return
+        ratio = self.blocks_per_block
+        old, new = torch.tensor(moves, device=self.device).T[:, :, None] * ratio + torch.arange(
+            ratio, device=self.device
+        )
+        for name, tensor in self._tensors.items():
+            dim = self._block_dims.get(name, 0)
+            pages = source._tensors[name].movedim(dim, 0)[old.flatten()]
+            tensor.movedim(dim, 0)[new.flatten()] = pages
+
+    def _check_blocks(self, block_ids: Iterable[int]) -> None:
+        for block in block_ids:
+            if not 0 <= block < self.num_blocks:
+                raise CacheError(
+                    f"there is no block {block}; ids run from 0 to {self.num_blocks - 1}"
+                )
 
     def _allocate(
         self,

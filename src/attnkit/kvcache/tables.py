@@ -224,6 +224,41 @@ class BlockManager:
             table.extend(new_ids[:wanted])
             del new_ids[:wanted]
 
+    def fork(self, blocks: RequestBlocks) -> RequestBlocks:
+        """Another request with the same tokens so far, in the same blocks.
+
+        Before either grows, `own_block` what it will write into.
+        """
+        copy = self.new_request()
+        copy.tables = [list(table) for table in blocks.tables]
+        copy._num_published = list(blocks._num_published)
+        copy._prefixes = {size: list(prefixes) for size, prefixes in blocks._prefixes.items()}
+        self.pool.share(b for table in copy.tables for b in table if b != NULL_BLOCK)
+        return copy
+
+    def own_block(self, blocks: RequestBlocks, position: int) -> list[tuple[int, int]]:
+        """Replace the blocks of a position that other requests hold too.
+
+        Returns:
+            (old, new) ids: the contents are to be copied from one to the other.
+
+        Raises:
+            OutOfPages: not enough blocks are free; nothing was changed.
+        """
+        shared = [
+            (table, index)
+            for retention, table in zip(self.retentions, blocks.tables, strict=True)
+            if (index := position // retention.block_size) < len(table)
+            and table[index] != NULL_BLOCK
+            and self.pool.num_refs(table[index]) > 1
+        ]
+        moves = []
+        for (table, index), new in zip(shared, self.pool.allocate(len(shared)), strict=True):
+            moves.append((table[index], new))
+            table[index] = new
+        self.pool.free([old for old, _ in moves])
+        return moves
+
     def settle(self, blocks: RequestBlocks, token_ids: Sequence[int], num_computed: int) -> None:
         """Publish full blocks, then give back those that no later query sees.
 

@@ -59,8 +59,13 @@ class LayerFacts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Call:
-    """One call of the attention function in a probing run."""
+class AttentionCall:
+    """One call of the attention function, in transformers' words.
+
+    Attributes:
+        mask: made by a mask function that keeps `mask_function` on it.
+        options: keyword arguments.
+    """
 
     module: nn.Module
     query: torch.Tensor
@@ -74,7 +79,7 @@ class _CallRecorder:
     """Collects the calls of one forward pass; attention itself is zero."""
 
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[AttentionCall] = []
 
     def attention(
         self,
@@ -85,7 +90,7 @@ class _CallRecorder:
         attention_mask: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        self.calls.append(_Call(module, query, key, value, attention_mask, options))
+        self.calls.append(AttentionCall(module, query, key, value, attention_mask, options))
         _, num_heads, num_tokens, _ = query.shape
         return query.new_zeros(1, num_tokens, num_heads, value.shape[-1])
 
@@ -137,7 +142,7 @@ def discover_layers(model: nn.Module, max_model_len: int) -> tuple[LayerFacts, .
                 "does not support; use another model"
             )
         seen.add(call.module)
-        facts.append(_facts(kind, name, call, max_model_len, windows))
+        facts.append(layer_facts(kind, name, call, max_model_len, windows))
     return tuple(facts)
 
 
@@ -148,7 +153,7 @@ def _embedding_rows(model: nn.Module) -> int:
 
 def _probe(
     model: nn.Module, ids: torch.Tensor, positions: torch.Tensor
-) -> tuple[list[_Call], torch.Tensor]:
+) -> tuple[list[AttentionCall], torch.Tensor]:
     recorder = _CallRecorder()
     with torch.inference_mode(), hook.recording(recorder):
         output = model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
@@ -156,7 +161,11 @@ def _probe(
 
 
 def _check_tokens_are_independent(
-    kind: str, first: list[_Call], second: list[_Call], order: torch.Tensor, kept: torch.Tensor
+    kind: str,
+    first: list[AttentionCall],
+    second: list[AttentionCall],
+    order: torch.Tensor,
+    kept: torch.Tensor,
 ) -> None:
     if [c.module for c in first] != [c.module for c in second]:
         raise ModelError(
@@ -191,9 +200,21 @@ def _check_rows(
         )
 
 
-def _facts(
-    kind: str, name: str, call: _Call, max_model_len: int, windows: dict[int, int | None]
+def layer_facts(
+    kind: str, name: str, call: AttentionCall, max_model_len: int, windows: dict[int, int | None]
 ) -> LayerFacts:
+    """What a call says of its layer.
+
+    Args:
+        kind: the model's class, and
+        name: the module's path in it, for errors.
+        call: the layer's first.
+        max_model_len: masks are read up to this position.
+        windows: by the id of a mask, what has been read of it; grows.
+
+    Raises:
+        ModelError: attnkit does not know what the layer asks for.
+    """
     options = call.options
     where = f"{kind}: layer {name}"
     if options.get("dropout"):
@@ -232,7 +253,7 @@ def _facts(
 
 
 def _window(
-    where: str, call: _Call, max_model_len: int, windows: dict[int, int | None]
+    where: str, call: AttentionCall, max_model_len: int, windows: dict[int, int | None]
 ) -> int | None:
     """The window that the model's own mask function describes; it must be causal or causal-window.
 

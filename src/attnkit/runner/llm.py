@@ -149,10 +149,7 @@ class LLM:
 
     def explain(self) -> str:
         """Which backend runs which layers, and why not the others."""
-        kinds: dict[str, list[str]] = {}
-        for name, layer in self.engine.model.layers.items():
-            kinds.setdefault(str(layer.selection), []).append(name)
-        return "\n".join(f"{_count(names)}: {record}" for record, names in kinds.items())
+        return self.engine.model.explain()
 
     def generate(
         self,
@@ -372,7 +369,3 @@ def _params_for(
             f"{num_prompts} prompts but {len(given)} sampling_params were given; give one, or one each"
         )
     return list(given)
-
-
-def _count(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more layers"

@@ -83,7 +83,7 @@ class PackedModel:
         """
         self.model = model.eval()
         self.device = next(model.parameters()).device
-        self.max_model_len = _max_model_len(model, max_model_len)
+        self.max_model_len = max_model_len_of(model, max_model_len)
         self._previous = _attention_names(model)
         with _left_alone_on_error(model):
             facts = _probe(model, self.max_model_len)
@@ -92,6 +92,13 @@ class PackedModel:
         for fact in facts:
             hook.attach(fact.module, self.layers[fact.name])
         self._modules = [fact.module for fact in facts]
+
+    def explain(self) -> str:
+        """Which backend runs which layers, and why not the others."""
+        kinds: dict[str, list[str]] = {}
+        for name, layer in self.layers.items():
+            kinds.setdefault(str(layer.selection), []).append(name)
+        return "\n".join(f"{_count(names)}: {record}" for record, names in kinds.items())
 
     def release(self) -> None:
         """Give the model its former attention back."""
@@ -153,7 +160,7 @@ class PackedModel:
             self.kv_plan.specs,  # type: ignore[arg-type]
             num_blocks,
             device=self.device,
-            layout=_common_layout(set(backends.values())),
+            layout=common_layout(set(backends.values())),
             kernel_block_size=first.block_size // self.blocks_per_block,
             overlays=self.kv_plan.storages,
             backends=backends,
@@ -221,7 +228,7 @@ class StepPlanner:
         group_of = {n: i for i, g in enumerate(packed.kv_plan.groups) for n in g.layer_names}
         members: dict[tuple[Any, ...], list[str]] = {}
         for name, layer in packed.layers.items():
-            members.setdefault((group_of[name], *_plan_key(layer)), []).append(name)
+            members.setdefault((group_of[name], *plan_key(layer)), []).append(name)
         self._builders = [
             (key[0], names, packed.layers[names[0]].make_builder(names))
             for key, names in members.items()
@@ -256,7 +263,7 @@ def load_layer_facts(model: str | None, dtype: torch.dtype) -> tuple[LayerFacts,
         ModelError: it cannot be found, loaded or driven.
     """
     loaded, _ = load_model(resolve_checkpoint(model), dtype, torch.device("cpu"))
-    return _probe(loaded.eval(), _max_model_len(loaded, None))
+    return _probe(loaded.eval(), max_model_len_of(loaded, None))
 
 
 def _probe(model: Any, max_model_len: int) -> tuple[LayerFacts, ...]:
@@ -296,7 +303,7 @@ def _set_attention(model: Any, name: str) -> None:
         ) from error
 
 
-def _max_model_len(model: Any, given: int | None) -> int:
+def max_model_len_of(model: Any, given: int | None) -> int:
     config = model.config.get_text_config()
     own = next((n for name in _LENGTH_NAMES if (n := getattr(config, name, None))), None)
     if given is None:
@@ -327,7 +334,12 @@ def _blocks_per_block(plan: KVCachePlan, layers: Mapping[str, Attention]) -> int
     raise ConfigurationError(f"no kernel block size fits: {named}; choose another block_size")
 
 
-def _common_layout(backends: set[type[AttentionBackend]]) -> KVCacheLayout:
+def common_layout(backends: set[type[AttentionBackend]]) -> KVCacheLayout:
+    """A layout that all of them read and that keeps layers apart.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
     asked = {b.get_name(): b.supported_kv_cache_layouts() for b in backends}
     limited = {name: layouts for name, layouts in asked.items() if layouts is not None}
     order = next(iter(limited.values()), (KVCacheLayout.LBHNC,))
@@ -348,7 +360,7 @@ def _reads(backend: type[AttentionBackend], size: int) -> bool:
     )
 
 
-def _plan_key(layer: Attention) -> tuple[Any, ...]:
+def plan_key(layer: Attention) -> tuple[Any, ...]:
     """Layers with equal keys can share a plan: a plan may depend on all static facts but a sink's
     values, which no builder sees."""
     return (
@@ -359,3 +371,7 @@ def _plan_key(layer: Attention) -> tuple[Any, ...]:
         layer.head_size_v,
         layer.sliding_window,
     )
+
+
+def _count(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more layers"

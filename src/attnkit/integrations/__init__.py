@@ -1,0 +1,1 @@
+"""Bridges into other engines, the outer ring: nothing else of attnkit imports them."""

@@ -1,0 +1,6 @@
+"""Tiny models are the runner tests' own."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runner"))
