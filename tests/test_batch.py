@@ -173,6 +173,14 @@ GOOD: dict[str, Any] = {
             "request 0 has 2 new tokens but 4294967296 in all",
         ),
         ({"block_size": 2**31}, "block_size 2147483648"),
+        ({"mm_req_doc_ranges": {2: [(0, 1)]}}, "names row 2; the batch has 2 rows"),
+        ({"mm_req_doc_ranges": {0: [(3, 2)]}}, r"row 0: \(3, 2\) is reversed"),
+        ({"mm_req_doc_ranges": {0: [(3, 5)]}}, r"\(3, 5\) is not inside the request's 5 tokens"),
+        ({"mm_req_doc_ranges": {1: [(-1, 2)]}}, r"row 1: \(-1, 2\) is not inside"),
+        (
+            {"mm_req_doc_ranges": {1: [(7, 9), (0, 3), (3, 6)]}},
+            r"row 1: \(0, 3\) and \(3, 6\) overlap",
+        ),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], named: str) -> None:
@@ -184,6 +192,39 @@ def test_contradictions_are_refused(changes: dict[str, Any], named: str) -> None
 def test_a_device_that_is_not_here_is_refused(device: str) -> None:
     with pytest.raises(ConfigurationError, match=device):
         make_batch(**GOOD, device=device)
+
+
+def test_ranges_become_one_per_token() -> None:
+    ranges = {0: [(2, 3)], 1: [(14, 15), (16, 16)]}
+    made = make_batch([2, 3], [5, 17], [[3], [1, 2]], 16, mm_req_doc_ranges=ranges)
+    spans = made.mm_token_spans()
+    assert spans is not None
+    assert spans.dtype == torch.int32
+    # Positions 3, 4 and 14, 15, 16, each with its range's end past the last key.
+    assert spans.tolist() == [[2, 4], [1 << 30, 0], [14, 16], [14, 16], [16, 17]]
+    assert made.mm_token_spans() is spans
+
+
+def test_ranges_that_no_new_token_lies_in_cost_nothing() -> None:
+    """A decode behind an image, and padding behind the last token."""
+    made = make_batch([2, 1], [5, 17], [[3], [1, 2]], 16, mm_req_doc_ranges={1: [(0, 15)]})
+    assert made.mm_token_spans() is None
+    assert make_batch(**GOOD, mm_req_doc_ranges={}).mm_token_spans() is None
+    padded = made.replace(mm_req_doc_ranges={1: [(3, 16)]}, num_actual_tokens=5)
+    spans = padded.mm_token_spans()
+    assert spans is not None
+    assert spans.tolist()[2:] == [[3, 17], [1 << 30, 0], [1 << 30, 0]]
+
+
+def test_ranges_on_a_device_need_lengths_on_the_host() -> None:
+    made = make_batch(**GOOD, mm_req_doc_ranges={0: [(0, 4)]})
+    gone = made.replace(seq_lens_cpu_upper_bound=None)
+    spans = gone.mm_token_spans()
+    assert spans is not None
+    assert spans.tolist() == [[0, 5], [0, 5], [1 << 30, 0]]
+    elsewhere = gone.replace(seq_lens=gone.seq_lens.to("meta"))
+    with pytest.raises(BatchError, match="set seq_lens_cpu_upper_bound"):
+        elsewhere.mm_token_spans()
 
 
 def test_nothing_of_the_callers_is_changed_or_kept() -> None:

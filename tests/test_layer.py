@@ -536,6 +536,13 @@ def test_batches_that_contradict_themselves_are_not_planned(
         _layer().build(batch)
 
 
+def test_a_batch_with_a_mask_that_the_layer_was_not_built_for_is_not_planned() -> None:
+    batch = make_batch([5], [5], [[3, 8]], BLOCK, mm_req_doc_ranges={0: [(1, 3)]})
+    with pytest.raises(BatchError, match="use_mm_prefix=True"):
+        _layer().build(batch)
+    _layer("reference", use_mm_prefix=True).build(batch)
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -557,6 +564,10 @@ def test_batches_that_contradict_themselves_are_not_planned(
         (
             {"attn_type": "encoder_only", "kv_sharing_target_layer_name": "a"},
             r"\(encoder_only\) cannot share the cache of a",
+        ),
+        (
+            {"attn_type": "encoder_only", "use_mm_prefix": True},
+            "use_mm_prefix is for decoder layers",
         ),
     ],
 )

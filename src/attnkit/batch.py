@@ -7,12 +7,12 @@ to the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
-from attnkit.contract import CommonAttentionMetadata, DeviceCapability
+from attnkit.contract import CommonAttentionMetadata, DeviceCapability, check_ranges
 from attnkit.errors import BatchError
 from attnkit.upload import Upload
 
@@ -28,6 +28,7 @@ def make_batch(
     device: torch.device | str = "cpu",
     causal: bool | torch.Tensor = True,
     is_prefilling: Sequence[bool] | None = None,
+    mm_req_doc_ranges: Mapping[int, Sequence[tuple[int, int]]] | None = None,
 ) -> CommonAttentionMetadata:
     """Describe a batch of requests.
 
@@ -41,10 +42,14 @@ def make_batch(
         causal: False lets queries see all keys; a bool tensor (num_reqs,) says it per request.
         is_prefilling: per request, whether it has prompt tokens left; a padding row has none. None:
             it has when it has no context.
+        mm_req_doc_ranges: request -> (first, last) positions, both inside: a query in a range sees all
+            keys of it, later ones too, as images in a prompt do. Ranges do not overlap and lie inside
+            the request's `seq_lens`: a range is computed in one step.
 
     Raises:
         BatchError: lengths contradict each other, a block table is too short or has a bad id, or
-            two tokens would be written to one place.
+            two tokens would be written to one place; or a range is reversed, overlaps another or is not
+            inside its request.
         ConfigurationError: there is no such device.
     """
     DeviceCapability.of(device)
@@ -73,6 +78,11 @@ def make_batch(
             f"one torch.bool for each of the {num_reqs} requests"
         )
 
+    ranges = None
+    if mm_req_doc_ranges is not None:
+        ranges = {int(r): [(int(a), int(b)) for a, b in v] for r, v in mm_req_doc_ranges.items()}
+        check_ranges(ranges, seqs.tolist())
+
     upload = Upload(torch.device(device))
     starts = upload.add(query_start_loc, np.int32)
     lens = upload.add(seqs, np.int32)
@@ -94,6 +104,7 @@ def make_batch(
         positions=moved[positions_of],
         is_prefilling=torch.from_numpy(prefilling & (queries > 0)),
         seq_lens_cpu_upper_bound=host[lens],
+        mm_req_doc_ranges=ranges,
     )
 
 

@@ -85,6 +85,7 @@ class Attention(nn.Module):
         block_size: int = 16,
         return_lse: bool = False,
         use_non_causal: bool = False,
+        use_mm_prefix: bool = False,
         use_per_head_quant_scales: bool = False,
         vllm_config: Any | None = None,
     ) -> None:
@@ -111,6 +112,7 @@ class Attention(nn.Module):
             block_size: tokens in a kernel block.
             return_lse: return (output, lse).
             use_non_causal: batches with `causal` False will come.
+            use_mm_prefix: batches with `mm_req_doc_ranges` will come.
             use_per_head_quant_scales: `_q_scale`, `_k_scale` and `_v_scale` have one entry per KV head
                 instead of one for all.
             vllm_config: engine configuration handed to the builder; None: the defaults.
@@ -155,6 +157,12 @@ class Attention(nn.Module):
                 f"{kv_sharing_target_layer_name}; layers with a cache share that of another layer"
             )
         self.cache_name = kv_sharing_target_layer_name or self.layer_name
+        if use_mm_prefix and self.attn_type is not AttentionType.DECODER:
+            raise ConfigurationError(
+                f"use_mm_prefix is for decoder layers, and layer {self.layer_name} is {self.attn_type}, "
+                "which sees keys in both directions anyway; leave it out"
+            )
+        self.use_mm_prefix = use_mm_prefix
         self.return_lse = return_lse
         self.vllm_config = VllmConfig() if vllm_config is None else vllm_config
 
@@ -173,6 +181,7 @@ class Attention(nn.Module):
                 attn_type=self.attn_type.value,
                 has_sliding_window=sliding_window is not None,
                 use_non_causal=use_non_causal,
+                use_mm_prefix=use_mm_prefix,
                 use_alibi=alibi_slopes is not None,
                 use_alibi_sqrt=use_alibi_sqrt,
                 has_logits_soft_cap=bool(logits_soft_cap),
@@ -295,12 +304,22 @@ class Attention(nn.Module):
 
         Raises:
             BatchError: the batch's tensors are too short for its tokens or requests, or of other
-                dtypes than `CommonAttentionMetadata` says.
+                dtypes than `CommonAttentionMetadata` says; or it has a mask that the layer was not
+                built for.
         """
         _check_batch(common_attn_metadata)
+        self._check_masks(common_attn_metadata)
         if self._builder is None:
             self._builder = self.make_builder()
         return self._builder.build(0, common_attn_metadata)
+
+    def _check_masks(self, batch: CommonAttentionMetadata) -> None:
+        """A backend that was not asked for a mask would leave it out in silence."""
+        if batch.mm_req_doc_ranges and not self.use_mm_prefix:
+            raise BatchError(
+                f"the batch has mm_req_doc_ranges, and layer {self.layer_name} was built without them; "
+                "build it with use_mm_prefix=True, or leave them out"
+            )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Call once when a checkpoint is loaded: scales are checked, and host copies follow them.

@@ -48,6 +48,12 @@ def test_a_row_without_keys_is_zero_with_lse_minus_infinity() -> None:
     assert lse[2:] == pytest.approx(np.log([1, 2, 3]))
 
 
+def test_queries_in_a_range_see_all_of_it_and_whatever_they_saw_before() -> None:
+    out, lse = counting(8, 8, Meaning(scale=1.0, window=2, ranges=[(1, 3), (6, 6)]))
+    assert out == pytest.approx([0, 1.5, 2, 2, 3.5, 4.5, 5.5, 6.5])
+    assert lse == pytest.approx(np.log([1, 4, 3, 3, 2, 2, 2, 2]))
+
+
 def test_a_sink_is_a_logit_without_a_value() -> None:
     meaning = Meaning(scale=1.0, sinks=[math.log(2)])
     answer = attend(np.zeros((1, 1, 1)), np.ones((2, 1, 1)), np.array([[[1.0]], [[0.0]]]), meaning)

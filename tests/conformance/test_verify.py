@@ -79,15 +79,16 @@ def test_a_backend_that_refuses_everything_is_not_right() -> None:
 
 class ClaimsTheUnjudged(TwinBackend):
     @classmethod
-    def supports_rswa(cls) -> bool:
+    def supports_pcp(cls) -> bool:
         return True
 
 
 def test_a_claim_without_a_case_is_unjudged_not_passed() -> None:
-    report = verify(ClaimsTheUnjudged, filter="claim:R-SWA")
-    assert [o.name for o in report.unjudged] == ["claim:R-SWA"]
+    name = "claim:prefill context parallelism"
+    report = verify(ClaimsTheUnjudged, filter=name)
+    assert [o.name for o in report.unjudged] == [name]
     assert not report.passed
-    assert "unjudged claim:R-SWA" in str(report)
+    assert f"unjudged {name}" in str(report)
 
 
 def test_an_unknown_backend_is_named() -> None:

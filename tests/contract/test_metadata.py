@@ -66,7 +66,11 @@ def test_every_field_is_set_in_these_tests() -> None:
     batch = _full()
     assert [name for name in COMMON_METADATA_FIELDS if getattr(batch, name) is None] == []
     private = [f.name for f in fields(batch) if f.name not in COMMON_METADATA_FIELDS]
-    assert private == ["_num_computed_tokens_cache", "_token_to_req_indices_cache"]
+    assert private == [
+        "_num_computed_tokens_cache",
+        "_token_to_req_indices_cache",
+        "_mm_token_spans_cache",
+    ]
 
 
 def test_replace_changes_what_is_named_and_nothing_else() -> None:

@@ -36,6 +36,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi_window": {"alibi_slopes": SLOPES, "sliding_window": 24},
     "alibi_sqrt": {"alibi_slopes": SLOPES, "use_alibi_sqrt": True},
     "alibi_sqrt_bidirectional": {"alibi_slopes": SLOPES, "use_alibi_sqrt": True, "causal": False},
+    "ranges": {"ranges": {1: [(2, 20), (33, 36)], 3: [(70, 80)]}},
+    "ranges_window": {"ranges": {1: [(2, 30)], 3: [(20, 82)]}, "sliding_window": 6},
     "negative_scale": {"scale": -0.3},
     "no_scale_at_all": {"scale": 0.0},
 }

@@ -38,6 +38,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window_sinks": {"sliding_window": 70, "sinks": SINKS},
     "window_on_both_sides": {"sliding_window": 2, "causal": False},
     "softcap_alibi_sinks": {"logits_soft_cap": 2.0, "alibi_slopes": SLOPES, "sinks": SINKS},
+    "ranges_window": {"ranges": {3: [(3, 75)], 1: [(40, 149)]}, "sliding_window": 9},
     "alibi_sqrt_window": {"alibi_slopes": SLOPES, "use_alibi_sqrt": True, "sliding_window": 40},
 }
 

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from attnkit.backends.triton.operands import Operands
-from attnkit.conformance.oracle import Meaning, attend
+from attnkit.conformance.oracle import Meaning, attend, visible
 from attnkit.contract import AttentionVariant
+from attnkit.contract.spans import spans_of_tokens
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -85,12 +86,14 @@ def make_problem(
     poison: float = math.nan,
     seed: int = 0,
     scale: float | None = None,
+    ranges: dict[int, list[tuple[int, int]]] | None = None,
     **features: Any,
 ) -> Problem:
     """Random tokens in pages that are scattered, or in rows (`page` None).
 
     Args:
         poison: in every slot that holds no token, and for keys that no query of the request sees.
+        ranges: request -> (first, last) positions that are seen in both directions.
         features: of the variant: sliding_window, logits_soft_cap, alibi_slopes, use_alibi_sqrt, sinks.
     """
     rng = np.random.default_rng(seed)
@@ -107,8 +110,9 @@ def make_problem(
             alibi_slopes=features.get("alibi_slopes"),
             alibi_sqrt=features.get("use_alibi_sqrt", False),
             sinks=None if sinks is None else [float(s) for s in sinks],
+            ranges=(ranges or {}).get(request, ()),
         )
-        for flag in flags
+        for request, flag in enumerate(flags)
     ]
 
     def draw(*shape: int, to: torch.dtype) -> torch.Tensor:
@@ -135,6 +139,9 @@ def make_problem(
     def ints(values: Any) -> torch.Tensor:
         return torch.as_tensor(np.asarray(values), dtype=torch.int32).to(DEVICE)
 
+    spans = None
+    if ranges is not None:
+        spans = spans_of_tokens(ranges, starts.tolist(), kv_lens, num_tokens)
     operands = Operands(
         query=torch.cat([q for q, _, _ in tokens]).to(DEVICE),
         key=key.to(DEVICE),
@@ -145,6 +152,7 @@ def make_problem(
         kv_lens=ints(kv_lens),
         block_table=None if table is None else ints(table),
         causal=causal if isinstance(causal, bool) else torch.tensor(flags).to(DEVICE),
+        spans=None if spans is None else torch.from_numpy(spans).to(DEVICE),
     )
     variant = AttentionVariant.from_impl_args(num_heads=heads, scale=scale, **features)
     return Problem(
@@ -187,11 +195,5 @@ def _pages(
 
 def _seen(q_len: int, kv_len: int, meaning: Meaning) -> np.ndarray:
     """Bool (kv_len,): some query of the request sees the key."""
-    ahead = np.arange(kv_len)[None, :] - (kv_len - q_len + np.arange(q_len))[:, None]
-    seen = np.ones_like(ahead, dtype=bool)
-    if meaning.causal:
-        seen &= ahead <= 0
-    if meaning.window is not None:
-        seen &= ahead > -meaning.window
-        seen &= ahead < meaning.window
-    return seen.any(axis=0)
+    queries = kv_len - q_len + np.arange(q_len, dtype=np.int64)
+    return visible(queries, np.arange(kv_len, dtype=np.int64), meaning).any(axis=0)

@@ -56,7 +56,7 @@ class ReferenceBackend(AttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
-        return CommonMetadataBuilder
+        return ReferenceMetadataBuilder
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -106,6 +106,10 @@ class ReferenceBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_non_causal(cls) -> bool:
         return True
 
@@ -122,6 +126,19 @@ class ReferenceBackend(AttentionBackend):
     def estimate_cost(cls, request: Any) -> float:
         # Chosen by `auto` only where nothing else serves.
         return 1000.0
+
+
+class ReferenceMetadataBuilder(CommonMetadataBuilder):
+    """The plan is the batch, its ranges checked."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CommonAttentionMetadata:
+        common_attn_metadata.mm_token_spans()
+        return common_attn_metadata
 
 
 class ReferenceImpl(AttentionImpl[CommonAttentionMetadata]):
@@ -208,6 +225,9 @@ class ReferenceImpl(AttentionImpl[CommonAttentionMetadata]):
                 "cross attention needs encoder lengths"
             )
             kv_lens = attn_metadata.encoder_seq_lens
+        spans = None
+        if variant.attn_type == AttentionType.DECODER:
+            spans = attn_metadata.mm_token_spans()
         for request, kv_len in enumerate(kv_lens.tolist()):
             rows = slice(starts[request], starts[request + 1])
             if cacheless:
@@ -219,7 +239,8 @@ class ReferenceImpl(AttentionImpl[CommonAttentionMetadata]):
             causal = _is_causal(attn_metadata, variant, request)
             first = kv_len - (rows.stop - rows.start)
             for position, row in enumerate(range(rows.start, rows.stop), start=first):
-                seen = _visible(position, keys.shape[0], variant, causal, query.device)
+                span = None if spans is None else spans[row].tolist()
+                seen = _visible(position, keys.shape[0], variant, causal, span, query.device)
                 output[row], lse[row] = _attend_row(
                     query[row], keys[seen], values[seen], seen - position, variant
                 )
@@ -251,11 +272,19 @@ def _is_causal(batch: CommonAttentionMetadata, variant: AttentionVariant, reques
 
 
 def _visible(
-    position: int, kv_len: int, variant: AttentionVariant, causal: bool, device: torch.device
+    position: int,
+    kv_len: int,
+    variant: AttentionVariant,
+    causal: bool,
+    span: list[int] | None,
+    device: torch.device,
 ) -> torch.Tensor:
     """int64 (n,): positions of the keys a query at `position` sees, in order.
 
     A query may stand before the first key (more queries than keys): if causal, it sees nothing.
+
+    Args:
+        span: keys [start, end) that it sees beside what the layer's mask says.
     """
     first, last = 0, kv_len - 1
     if causal:
@@ -264,6 +293,8 @@ def _visible(
         first = max(first, position - variant.sliding_window + 1)
         if not causal:
             last = min(last, position + variant.sliding_window - 1)
+    if span is not None:
+        first, last = min(first, span[0]), max(last, span[1] - 1)
     return torch.arange(first, max(first, last + 1), device=device)
 
 

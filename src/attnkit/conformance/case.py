@@ -57,6 +57,8 @@ class Case:
         causal: of the batch; a tuple says it per request.
         sliding_window: keys a query sees, itself included.
         freed_window: pages left of every query's window are freed: the table has the null block.
+        mm_prefix: requests have ranges that are seen in both directions.
+        mm_ranges: per request, (first, last) positions; None: some that are made up (`ranges_of`).
         logits_soft_cap: c in c * tanh(score / c).
         alibi, alibi_sqrt: slopes are added, in the square-root form.
         sinks: each head has a sink logit.
@@ -86,6 +88,8 @@ class Case:
     causal: bool | tuple[bool, ...] = True
     sliding_window: int | None = None
     freed_window: bool = False
+    mm_prefix: bool = False
+    mm_ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None
     logits_soft_cap: float | None = None
     alibi: bool = False
     alibi_sqrt: bool = False
@@ -135,3 +139,20 @@ class Case:
         if self.attn_type is not AttentionType.DECODER:
             return False
         return self.causal[request] if isinstance(self.causal, tuple) else self.causal
+
+    def ranges_of(self, request: int) -> tuple[tuple[int, int], ...]:
+        """Ranges of a request, (first, last) position each: one in the context, one from there into the
+        new tokens, one behind it, as far as there is room."""
+        if not self.mm_prefix:
+            return ()
+        if self.mm_ranges is not None:
+            return self.mm_ranges[request]
+        new, length = self.query_lens[request], self.seq_lens[request]
+        context = length - new
+        if new == 0 or context < 0:
+            return ()
+        ranges = [(1, 2)] if context >= 5 else []
+        ranges.append((max(0, context - 2), context + new // 3))
+        if new >= 4:
+            ranges.append((context + new // 2, length - 1))
+        return tuple(ranges)

@@ -39,6 +39,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi": {"alibi": True},
     "alibi_sqrt": {"alibi": True, "alibi_sqrt": True},
     "non_causal": {"causal": False},
+    "mm_prefix": {"mm_prefix": True},
     "encoder_only": {"attn_type": AttentionType.ENCODER_ONLY},
     "encoder": {"attn_type": AttentionType.ENCODER},
     "cross": {"attn_type": AttentionType.ENCODER_DECODER},
@@ -63,6 +64,7 @@ _PAIRED = (
     "alibi",
     "alibi_sqrt",
     "non_causal",
+    "mm_prefix",
     "encoder_only",
     "cross",
     "value_size",
@@ -153,6 +155,8 @@ def _compatible(a: str, b: str) -> bool:
     both = {a, b}
     if "non_causal" in both and both & {"encoder_only", "cross", "window_freed"}:
         return False
+    if "mm_prefix" in both and both & {"encoder_only", "cross"}:
+        return False
     if "cross" in both and both & {"window", "window_freed", "alibi", "alibi_sqrt", "encoder_only"}:
         # Decoder and encoder positions are not on one axis.
         return False
@@ -179,6 +183,7 @@ def _everything(basis: Basis) -> Iterator[Case]:
     """Many features at once, as real models have them."""
     models: Mapping[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         "gemma2": (("window", "softcap"), {}),
+        "gemma3": (("window", "mm_prefix"), {"sliding_window": 4}),
         "gpt_oss": (("window", "sinks"), {"num_heads": 8, "num_kv_heads": 1}),
         "bloom": (("alibi", "mha"), {}),
         "all": (("window", "softcap", "sinks", "alibi", "padding"), {}),

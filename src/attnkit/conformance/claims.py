@@ -168,6 +168,13 @@ def _features(basis: Basis) -> list[Claim]:
             shown_by=lambda c: c.attn_type is AttentionType.DECODER and c.causal is False,
         ),
         Claim(
+            name="multimodal prefix",
+            made=lambda b: b.supports_mm_prefix(),
+            request={"use_mm_prefix": True},
+            layer={"mm_prefix": True},
+            shown_by=lambda c: c.mm_prefix,
+        ),
+        Claim(
             name="LSE output",
             made=lambda b: b.supports_lse(),
             request={"return_lse": True},
@@ -282,7 +289,6 @@ def _kinds() -> list[Claim]:
     flags: dict[str, tuple[Callable[[type[AttentionBackend]], bool], dict[str, Any]]] = {
         "MLA latents": (lambda b: b.is_mla(), {"use_mla": True}),
         "sparse attention": (lambda b: b.is_sparse(), {"use_sparse": True}),
-        "multimodal prefix": (lambda b: b.supports_mm_prefix(), {"use_mm_prefix": True}),
         "R-SWA": (lambda b: b.supports_rswa(), {"use_rswa": True}),
         "prefill context parallelism": (lambda b: b.supports_pcp(), {"use_pcp": True}),
         "decode context parallelism": (lambda b: b.supports_dcp(), {"use_dcp": True}),

@@ -144,6 +144,58 @@ class NewestTokenCountedTwice(TwinImpl):
         return super().score(score, ahead, seen) + math.log(2) * (ahead == 0)
 
 
+# Ranges that are seen in both directions.
+
+
+@_caught_by("case:mm_prefix-prefill-fp32")
+class RangesIgnored(TwinImpl):
+    def ranges(self, batch: CommonAttentionMetadata, request: int) -> list[tuple[int, int]]:
+        return []
+
+
+@_caught_by("case:mm_prefix-prefill-fp32")
+class RangeEndsBeforeItsLastPosition(TwinImpl):
+    def inside(self, positions: Tensor, first: int, last: int) -> Tensor:
+        return super().inside(positions, first, last - 1)
+
+
+@_caught_by("case:mm_prefix-extend-fp32")
+class RangesCountFromTheFirstNewToken(TwinImpl):
+    def with_range(self, seen: Tensor, ahead: Tensor, first: int, last: int) -> Tensor:
+        context = ahead.shape[1] - ahead.shape[0]
+        return super().with_range(seen, ahead, first + context, last + context)
+
+
+@_caught_by("case:mm_prefix-mixed-fp32")
+class RangesOfTheFirstRequest(TwinImpl):
+    def ranges(self, batch: CommonAttentionMetadata, request: int) -> list[tuple[int, int]]:
+        return super().ranges(batch, 0)
+
+
+@_caught_by("case:mm_prefix-prefill-fp32")
+class AllRangesAreOne(TwinImpl):
+    def ranges(self, batch: CommonAttentionMetadata, request: int) -> list[tuple[int, int]]:
+        spans = super().ranges(batch, request)
+        return [(spans[0][0], spans[-1][1])] if spans else []
+
+
+@_caught_by("case:gemma3-mixed-fp32")
+class RangeCutByTheWindow(TwinImpl):
+    def with_range(self, seen: Tensor, ahead: Tensor, first: int, last: int) -> Tensor:
+        window = self.window()
+        wider = super().with_range(seen, ahead, first, last)
+        return wider if window is None else wider & (ahead > -window)
+
+
+@_caught_by("case:gemma3-mixed-fp32")
+class RangeSwitchesTheWindowOff(TwinImpl):
+    def with_range(self, seen: Tensor, ahead: Tensor, first: int, last: int) -> Tensor:
+        wider = super().with_range(seen, ahead, first, last)
+        q_len, kv_len = ahead.shape
+        rows = self.inside(torch.arange(kv_len - q_len, kv_len), first, last)
+        return wider | rows[:, None] & (ahead <= 0)
+
+
 # Scores.
 
 

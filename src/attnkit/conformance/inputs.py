@@ -143,6 +143,7 @@ def meaning_of(case: Case, request: int) -> Meaning:
         alibi_slopes=alibi_slopes(case),
         alibi_sqrt=case.alibi_sqrt,
         sinks=sink_logits(case),
+        ranges=case.ranges_of(request),
     )
 
 
@@ -424,6 +425,7 @@ def _batch(case: Case, pages: _Pages, device: torch.device) -> CommonAttentionMe
         causal = torch.tensor([*case.causal, *[True] * case.padding_reqs]).to(device)
     else:
         causal = case.causal
+    ranges = {r: list(case.ranges_of(r)) for r in range(case.num_reqs)}
     cross = _is_cross(case)
     # A decoder's own lengths are no guide to what cross attention sees.
     seq_lens = query_lens + 3 * (query_lens > 0) if cross else kv_lens
@@ -445,6 +447,7 @@ def _batch(case: Case, pages: _Pages, device: torch.device) -> CommonAttentionMe
         positions=up(positions, torch.int64),
         is_prefilling=torch.from_numpy((query_lens == seq_lens) & (query_lens > 0)),
         seq_lens_cpu_upper_bound=torch.as_tensor(seq_lens, dtype=torch.int32),
+        mm_req_doc_ranges=ranges if case.mm_prefix else None,
     )
 
 

@@ -46,6 +46,7 @@ _VARIANTS = (
     {"logits_soft_cap": 2.0},
     {"alibi": True},
     {"causal": False},
+    {"mm_prefix": True, "sliding_window": 7},
 )
 """What a law is tried on beside the plain layer."""
 
@@ -163,7 +164,16 @@ def splitting_a_prompt_does_not_matter(subject: Subject) -> None:
             continue  # Without causality earlier pieces cannot see later ones.
         whole = subject.inputs(layer, case)
         run_and_judge(subject, layer, whole)
-        for pieces in ((44, 1), (1, 44), (16, 16, 13), (7, 7, 7, 7, 7, 7, 3), (33, 12)):
+        cuts: tuple[tuple[int, ...], ...] = (
+            (44, 1),
+            (1, 44),
+            (16, 16, 13),
+            (7, 7, 7, 7, 7, 7, 3),
+            (33, 12),
+        )
+        if case.mm_prefix:
+            cuts = ((16, 29), (22, 23), (17, 5, 23))  # Ranges are not cut.
+        for pieces in cuts:
             inputs = subject.inputs(layer, case)
             _run_in_pieces(subject, layer, inputs, pieces)
             expect_same_bits(
@@ -382,6 +392,7 @@ def the_users_path_is_the_same(subject: Subject) -> None:
             case.block_size,
             device=subject.device,
             causal=inputs.batch.causal,
+            mm_req_doc_ranges=inputs.batch.mm_req_doc_ranges,
         )
         answer = layer(inputs.query, inputs.key, inputs.value, inputs.kv_cache, layer.build(batch))
         out, lse = answer if isinstance(answer, tuple) else (answer, None)
@@ -456,6 +467,8 @@ def the_device_has_the_last_word_on_lengths(subject: Subject) -> None:
         raise NotClaimed("the backend says supports_device_cpu_query_lens_mismatch = False")
     base = _base(subject, query_lens=(1, 4, 3, 4), seq_lens=(41, 36, 50, 19))
     for layer, case in _claimed(subject, base):
+        if case.mm_prefix:
+            continue  # Ranges are of prompts, whose lengths both sides know.
         inputs = subject.inputs(layer, case)
         host = torch.tensor([0, 4, 8, 11, 12], dtype=torch.int32)
         bound = inputs.batch.seq_lens.cpu() + 3
@@ -527,7 +540,15 @@ def _run_in_pieces(
     for piece in pieces:
         rows = slice(done, done + piece)
         done = rows.stop
-        batch = make_batch([piece], [done], [table], case.block_size, device=subject.device)
+        ranges = [r for r in case.ranges_of(0) if r[1] < done]
+        batch = make_batch(
+            [piece],
+            [done],
+            [table],
+            case.block_size,
+            device=subject.device,
+            mm_req_doc_ranges={0: ranges} if case.mm_prefix else None,
+        )
         part = replace(
             inputs,
             query=inputs.query[rows],

@@ -31,6 +31,8 @@ class Meaning:
         alibi_sqrt: added as -slope * sqrt(query position - key position) instead, and nothing for
             keys after the query.
         sinks: per head, a logit in the denominator that carries no value.
+        ranges: (first, last) positions, both inside: a query in one sees all its keys, whatever else
+            it sees.
     """
 
     scale: float
@@ -40,6 +42,7 @@ class Meaning:
     alibi_slopes: Sequence[float] | None = None
     alibi_sqrt: bool = False
     sinks: Sequence[float] | None = None
+    ranges: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,10 @@ def visible(
         seen &= ahead > -meaning.window
         if not meaning.causal:
             seen &= ahead < meaning.window
+    for first, last in meaning.ranges:
+        queries = (first <= query_positions) & (query_positions <= last)
+        keys = (first <= key_positions) & (key_positions <= last)
+        seen |= queries[:, None] & keys[None, :]
     return seen
 
 

@@ -25,7 +25,7 @@ def one_request(inputs: Inputs, request: int, rows: slice) -> Inputs:
     length = rows.stop - rows.start
     seq_lens = batch.seq_lens[request : request + 1]
     start = torch.tensor([0, length], dtype=torch.int32)
-    positions = batch.positions
+    positions, ranges = batch.positions, batch.mm_req_doc_ranges
     alone = batch.replace(
         query_start_loc=start.to(seq_lens.device),
         query_start_loc_cpu=start,
@@ -44,6 +44,7 @@ def one_request(inputs: Inputs, request: int, rows: slice) -> Inputs:
         if batch.is_prefilling is None
         else batch.is_prefilling[request : request + 1],
         seq_lens_cpu_upper_bound=seq_lens.cpu(),
+        mm_req_doc_ranges=None if ranges is None else {0: ranges.get(request, [])},
     )
     return replace(
         inputs,

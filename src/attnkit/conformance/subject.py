@@ -156,6 +156,7 @@ class Subject:
             "return_lse": case.return_lse,
             "use_per_head_quant_scales": case.per_head_scales,
             "use_non_causal": case.attn_type is AttentionType.DECODER and case.causal is not True,
+            "use_mm_prefix": case.mm_prefix,
         }
         try:
             layer = Attention(**{**arguments, **changes})

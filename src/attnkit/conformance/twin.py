@@ -105,6 +105,8 @@ class TwinImpl(AttentionImpl[CommonAttentionMetadata]):
             q = query[rows].float()
             ahead = self.ahead(q.shape[0], k.shape[0])
             seen = self.seen(ahead, self.causal(attn_metadata, request))
+            for span in self.ranges(attn_metadata, request):
+                seen = self.with_range(seen, ahead, *span)
             k, v = self.per_query_head(k), self.per_query_head(v)
             score = self.score(torch.einsum("qhd,khd->hqk", q, k), ahead, seen)
             out, row_lse = self.softmax(score, seen, self.values(v, seen))
@@ -149,6 +151,20 @@ class TwinImpl(AttentionImpl[CommonAttentionMetadata]):
         if window is not None:
             seen = seen & (ahead > -window) & (ahead < window)
         return seen
+
+    def ranges(self, batch: CommonAttentionMetadata, request: int) -> list[tuple[int, int]]:
+        """(first, last) positions that are seen in both directions."""
+        if batch.mm_req_doc_ranges is None or self.variant.attn_type is not AttentionType.DECODER:
+            return []
+        return batch.mm_req_doc_ranges.get(request, [])
+
+    def with_range(self, seen: Tensor, ahead: Tensor, first: int, last: int) -> Tensor:
+        q_len, kv_len = ahead.shape
+        keys, queries = torch.arange(kv_len), torch.arange(kv_len - q_len, kv_len)
+        return seen | self.inside(queries, first, last)[:, None] & self.inside(keys, first, last)
+
+    def inside(self, positions: Tensor, first: int, last: int) -> Tensor:
+        return (first <= positions) & (positions <= last)
 
     def per_query_head(self, x: Tensor) -> Tensor:
         return x.float().repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
@@ -239,6 +255,10 @@ class TwinBackend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
         return True
 
     @classmethod

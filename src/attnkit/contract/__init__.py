@@ -7,6 +7,7 @@ One module exports every name. What each means stands in the file it is defined 
     builder        AttentionMetadataBuilder: plan once per batch
     impl           AttentionImpl, MLAAttentionImpl: run a layer
     metadata       CommonAttentionMetadata: one batch
+    spans          bidirectional ranges of a batch, checked, and per token for kernels
     variant        AttentionVariant: score and mask of a layer
     kv_cache_spec  what a layer keeps in the cache, and how pages lie in memory
     quant          cache formats and keys of quantised outputs
@@ -67,6 +68,7 @@ from attnkit.contract.quant import (
     kNvfp4Dynamic,
     kv_cache_torch_dtype,
 )
+from attnkit.contract.spans import check_ranges
 from attnkit.contract.types import AttentionCGSupport, AttentionType, MultipleOf
 from attnkit.contract.variant import AttentionVariant
 
@@ -110,6 +112,7 @@ __all__ = [
     "SlidingWindowSpec",
     "SpeculativeConfig",
     "VllmConfig",
+    "check_ranges",
     "get_kv_quant_mode",
     "get_parallel_context",
     "kFp8Dynamic64Sym",

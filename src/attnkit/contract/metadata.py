@@ -7,14 +7,21 @@ writes into it after it is built; builders that need changed fields call `replac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from dataclasses import replace as _dataclass_replace
 from typing import Any
 
 import numpy as np
 import torch
 
-_CACHES = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
+from attnkit.contract.spans import spans_of_tokens
+from attnkit.errors import BatchError
+
+_CACHES = (
+    "_num_computed_tokens_cache",
+    "_token_to_req_indices_cache",
+    "_mm_token_spans_cache",
+)
 
 
 class AttentionMetadata:
@@ -91,8 +98,9 @@ class CommonAttentionMetadata:
     """int (R,): which request of the engine a row belongs to. Equal neighbours are chunks of one
     request that share its context (prefill context parallelism)."""
     mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
-    """Row -> (start, end) absolute positions, both ends inside, in which queries see all keys.
-    Ranges of a row do not overlap. None: no such spans."""
+    """Row -> (start, end) absolute positions, both ends inside: a query in a range sees all keys of it,
+    beside what it sees anyway. Ranges of a row do not overlap and lie inside its `seq_lens`. None: no
+    such ranges."""
     rswa_prefix_lens: torch.Tensor | None = None
     """int32 (R,): keys below this are visible to all later tokens, others within the window. None:
     the model has no such attention."""
@@ -102,6 +110,7 @@ class CommonAttentionMetadata:
 
     _num_computed_tokens_cache: torch.Tensor | None = None
     _token_to_req_indices_cache: torch.Tensor | None = None
+    _mm_token_spans_cache: torch.Tensor | None = field(default=None, kw_only=True)
 
     def batch_size(self) -> int:
         """Rows of `seq_lens` (what tensors have, where `num_reqs` is what was said)."""
@@ -157,6 +166,42 @@ class CommonAttentionMetadata:
         view[num_mapped:] = 0
         self._token_to_req_indices_cache = view
         return view[:num_tokens]
+
+    def mm_token_spans(self) -> torch.Tensor | None:
+        """`mm_req_doc_ranges` per token, on the device, checked; builders that do ranges call this.
+
+        Returns:
+            int32 (num_actual_tokens, 2): the token's range as keys [start, end); (2**30, 0) outside of
+            any, so that the smaller start and the larger end of it and of the layer's own mask are what
+            the token sees. None: no token of this step lies in a range, so none changes anything.
+
+        Raises:
+            BatchError: a range is reversed, overlaps another or is not inside its request; or host
+                lengths are not known.
+        """
+        if not self.mm_req_doc_ranges:
+            return None
+        if self._mm_token_spans_cache is None:
+            device = self.query_start_loc.device
+            spans = spans_of_tokens(
+                self.mm_req_doc_ranges,
+                self.query_start_loc_cpu.tolist(),
+                self._host_seq_lens("mm_req_doc_ranges").tolist(),
+                max(self.num_actual_tokens, int(self.query_start_loc_cpu[-1])),
+            )
+            if spans is not None:
+                self._mm_token_spans_cache = torch.from_numpy(spans).to(device, non_blocking=True)
+        return self._mm_token_spans_cache
+
+    def _host_seq_lens(self, what: str) -> torch.Tensor:
+        """int32 (R,) on the host, exact for prefills, without waiting for a device."""
+        if self.seq_lens_cpu_upper_bound is not None:
+            return self.seq_lens_cpu_upper_bound
+        if self.seq_lens.device.type != "cpu":
+            raise BatchError(
+                f"{what} needs lengths on the host; set seq_lens_cpu_upper_bound of the batch"
+            )
+        return self.seq_lens
 
     def unpadded(self, num_actual_tokens: int, num_actual_reqs: int) -> CommonAttentionMetadata:
         """The first rows and tokens of a padded batch; every field a consumer may need is kept.

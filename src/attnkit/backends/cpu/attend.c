@@ -31,6 +31,7 @@ struct batch {
   const uint8_t *causal;          /* (num_reqs,) */
   const int32_t *block_table;     /* (num_reqs, table_stride); NULL: keys lie at their tokens */
   int64_t table_stride;
+  const int32_t *spans; /* (num_tokens, 2) keys a token sees beside the layer's mask; or NULL */
 };
 
 struct layer {
@@ -212,6 +213,11 @@ static struct span visible_keys(const struct batch *b, const struct layer *l, in
   const int64_t window = l->window && l->window < NO_LIMIT ? l->window : NO_LIMIT;
   const int64_t pos = seq_len - query_len + i, right = b->causal[req] ? 1 : window;
   struct span keys = {pos - window + 1, pos + right < seq_len ? pos + right : seq_len};
+  if (b->spans) { /* the union has no gap: both hold the token itself */
+    const int32_t *span = b->spans + 2 * (b->query_start_loc[req] + i);
+    if (span[0] < keys.lo) keys.lo = span[0];
+    if (span[1] > keys.hi) keys.hi = span[1] < seq_len ? span[1] : seq_len;
+  }
   if (keys.lo < 0) keys.lo = 0;
   if (keys.hi < keys.lo) keys.hi = keys.lo;
   return keys;

@@ -39,6 +39,7 @@ class Request:
         kv_len: its keys.
         causal: queries do not see what comes after them.
         window: keys seen to the left, the query's own included, and without `causal` to the right.
+        spans: int (q_len, 2): keys [start, end) that a query sees besides; None: none.
         read: its keys and values; asked for each position at most once.
     """
 
@@ -47,18 +48,21 @@ class Request:
     kv_len: int
     causal: bool
     window: int | None
+    spans: torch.Tensor | None
     read: ReadKV
 
-    def span(self, query: int) -> tuple[int, int]:
-        """Keys [lo, hi) that a query sees; lo >= hi: none."""
-        position = self.kv_len - self.q_len + query
-        lo, hi = 0, self.kv_len
+    def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 (q_len,) each: keys [lo, hi) that a query sees; lo >= hi: none."""
+        position = torch.arange(self.kv_len - self.q_len, self.kv_len)
+        lo, hi = torch.zeros_like(position), torch.full_like(position, self.kv_len)
         if self.causal:
-            hi = min(hi, position + 1)
+            hi = hi.minimum(position + 1)
         if self.window is not None:
-            lo = max(lo, position - self.window + 1)
+            lo = lo.maximum(position - self.window + 1)
             if not self.causal:
-                hi = min(hi, position + self.window)
+                hi = hi.minimum(position + self.window)
+        if self.spans is not None:
+            lo, hi = lo.minimum(self.spans[:, 0]), hi.maximum(self.spans[:, 1])
         return lo, hi
 
 
@@ -127,22 +131,27 @@ def _attend_request(
     """
     starts = range(0, request.q_len, QUERY_BLOCK)
     blocks: list[_Sums | None] = [None] * len(starts)
-    lowest, highest = request.span(0)[0], request.span(request.q_len - 1)[1]
+    row_lo, row_hi = request.bounds()
+    # Of each block of queries: what any of them sees, and what all of them see.
+    los = [[int(x) for x in part.aminmax()] for part in row_lo.split(QUERY_BLOCK)]
+    his = [[int(x) for x in part.aminmax()] for part in row_hi.split(QUERY_BLOCK)]
+    lowest, highest = min(lo for lo, _ in los), max(hi for _, hi in his)
     for base in range(lowest - lowest % KEY_BLOCK, highest, KEY_BLOCK):
         start, end = max(base, lowest), min(base + KEY_BLOCK, highest)
         keys, values = request.read(start, end, rows.dtype)
         for i, first in enumerate(starts):
             last = min(first + QUERY_BLOCK, request.q_len)
-            (first_lo, first_hi), (last_lo, last_hi) = request.span(first), request.span(last - 1)
-            lo, hi = max(start, first_lo), min(end, last_hi)
+            lo, hi = max(start, los[i][0]), min(end, his[i][1])
             if lo >= hi:
                 continue
             ahead = mask = None
-            masked = last_lo > lo or first_hi < hi
-            if masked or variant.alibi_slopes is not None:
-                position = request.kv_len - request.q_len + torch.arange(first, last)
-                ahead = torch.arange(lo, hi) - position[:, None]
-                mask = _mask(ahead, request) if masked else None
+            position = torch.arange(lo, hi)
+            if los[i][1] > lo or his[i][0] < hi:
+                mask = position >= row_lo[first:last, None]
+                mask &= position < row_hi[first:last, None]
+            if variant.alibi_slopes is not None:
+                shift = request.kv_len - request.q_len
+                ahead = position - torch.arange(shift + first, shift + last)[:, None]
             whole = (lo, hi) == (start, end)
             blocks[i] = _add_keys(
                 blocks[i],
@@ -167,18 +176,6 @@ def _no_keys(num_kv_heads: int, group: int, num_tokens: int, head_size_v: int) -
     return _Sums(
         torch.full((*shape, 1), _LOWEST), torch.zeros(*shape, 1), torch.zeros(*shape, head_size_v)
     )
-
-
-def _mask(ahead: torch.Tensor, request: Request) -> torch.Tensor:
-    """Bool (tokens, keys): the key, `ahead` of the query, is seen."""
-    mask = torch.ones_like(ahead, dtype=torch.bool)
-    if request.causal:
-        mask &= ahead <= 0
-    if request.window is not None:
-        mask &= ahead > -request.window
-        if not request.causal:
-            mask &= ahead < request.window
-    return mask
 
 
 def _add_keys(

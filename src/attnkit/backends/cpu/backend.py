@@ -128,6 +128,10 @@ class CpuBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_non_causal(cls) -> bool:
         return True
 
@@ -320,6 +324,8 @@ class CpuImpl(AttentionImpl[CpuMetadata]):
         cacheless = variant.attn_type in _CACHELESS
         kv_lens = plan.kv_lens(variant.attn_type).tolist()
         starts, causal = plan.query_start_loc.tolist(), plan.causal.tolist()
+        is_decoder = variant.attn_type is AttentionType.DECODER
+        spans = plan.spans if is_decoder else None
         requests = []
         for request in plan.served.tolist():
             start, end = starts[request], starts[request + 1]
@@ -328,8 +334,9 @@ class CpuImpl(AttentionImpl[CpuMetadata]):
                     start=start,
                     q_len=end - start,
                     kv_len=end - start if cacheless else kv_lens[request],
-                    causal=variant.attn_type is AttentionType.DECODER and causal[request],
+                    causal=is_decoder and causal[request],
                     window=variant.sliding_window,
+                    spans=None if spans is None else spans[start:end],
                     read=_Tokens(key[start:end], value[start:end])
                     if cacheless
                     else _Pages(

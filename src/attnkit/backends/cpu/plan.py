@@ -39,6 +39,7 @@ class CpuMetadata(AttentionMetadata):
         block_table: int32 (R, W).
         slot_mapping: int64, for the layer's cache write.
         encoder_seq_lens: int32 (R,), keys of cross attention.
+        spans: int32 (T, 2), keys that a token sees beside its layer's mask (`mm_token_spans`).
     """
 
     num_actual_tokens: int
@@ -50,6 +51,7 @@ class CpuMetadata(AttentionMetadata):
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     encoder_seq_lens: torch.Tensor | None
+    spans: torch.Tensor | None
 
     # Packed when the first layer of a kind asks: a plan does not know the layers it is for.
 
@@ -57,7 +59,12 @@ class CpuMetadata(AttentionMetadata):
     def decoder(self) -> NativeBatch:
         """For decoders: causal as the batch says, keys in pages."""
         return NativeBatch.pack(
-            self.served, self.query_start_loc, self.seq_lens, self.causal, self.block_table
+            self.served,
+            self.query_start_loc,
+            self.seq_lens,
+            self.causal,
+            self.block_table,
+            self.spans,
         )
 
     @cached_property
@@ -138,6 +145,7 @@ class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
             block_table=_block_table(batch.block_table_tensor[:num_reqs]),
             slot_mapping=batch.slot_mapping,
             encoder_seq_lens=None if encoder is None else _int32(encoder[:num_reqs]),
+            spans=batch.mm_token_spans(),
         )
 
     def update_block_table(

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from attnkit.backends.triton.tile import (
+    EVERYTHING,
     end_key_of,
     finish,
     first_key_of,
@@ -27,6 +28,7 @@ from attnkit.backends.triton.tile import (
     request_flag,
     scores,
     tile_rows,
+    with_spans,
 )
 
 
@@ -135,6 +137,7 @@ def attend_run(
         "kv_lens_ptr",
         "table_ptr",
         "causal_ptr",
+        "spans_ptr",
     ],
 )
 def attention_kernel(
@@ -147,6 +150,7 @@ def attention_kernel(
     kv_lens_ptr,
     table_ptr,
     causal_ptr,
+    spans_ptr,
     slopes_ptr,
     sinks_ptr,
     num_reqs,
@@ -223,7 +227,8 @@ def attention_kernel(
     if v_ptr is not None:
         v_head_ptr = v_ptr + kv_head.to(tl.int64) * v_stride_head
 
-    # Positions of the first and the last row bound what the tile sees, and what all rows see.
+    # Positions of the first and the last row bound what the tile sees, and what all rows see; with
+    # ranges the rows themselves do.
     reach = reach_of(request_flag(causal_ptr, causal, request), window)
     shift = kv_len - query_len
     positions = shift + query
@@ -233,12 +238,18 @@ def attention_kernel(
     end_key = end_key_of(last_position, kv_len, reach)
     row_first = first_key_of(positions, window)
     row_end = end_key_of(positions, kv_len, reach)
+    all_first = first_key_of(last_position, window)
+    all_end = end_key_of(first_position, kv_len, reach)
+    if spans_ptr is not None:
+        row_first, row_end = with_spans(spans_ptr, token, live, row_first, row_end)
+        first_key = tl.min(tl.where(live, row_first, EVERYTHING), 0)
+        end_key = tl.max(tl.where(live, row_end, 0), 0)
+        all_first = tl.max(tl.where(live, row_first, 0), 0)
+        all_end = tl.min(tl.where(live, row_end, EVERYTHING), 0)
     start = first_key // BLOCK_N * BLOCK_N
-    whole_start = tl.minimum(
-        tl.cdiv(first_key_of(last_position, window), BLOCK_N) * BLOCK_N, end_key
-    )
+    whole_start = tl.minimum(tl.cdiv(all_first, BLOCK_N) * BLOCK_N, end_key)
     whole_start = tl.maximum(whole_start, start)
-    whole_end = tl.maximum(end_key_of(first_position, kv_len, reach), 0) // BLOCK_N * BLOCK_N
+    whole_end = tl.maximum(all_end, 0) // BLOCK_N * BLOCK_N
     whole_end = tl.maximum(whole_end, whole_start)
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -28,16 +28,33 @@ from attnkit.backends.triton.tile import (
     request_flag,
     scores,
     tile_rows,
+    with_spans,
 )
 
 
 @triton.jit
-def span_of(first_query, query_len, kv_len, reach, window, BLOCK_Q: tl.constexpr):
-    """First key and end of the keys that any row of a tile sees."""
+def span_of(
+    spans_ptr,
+    first_token,
+    first_query,
+    query_len,
+    kv_len,
+    reach,
+    window,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """First key and end of the keys that any row of a tile of BLOCK_Q <= BLOCK_M queries sees."""
     shift = kv_len - query_len
-    last_query = tl.minimum(first_query + BLOCK_Q, query_len) - 1
+    end_query = tl.minimum(first_query + BLOCK_Q, query_len)
     first_key = first_key_of(shift + first_query, window)
-    end_key = end_key_of(shift + last_query, kv_len, reach)
+    end_key = end_key_of(shift + end_query - 1, kv_len, reach)
+    if spans_ptr is not None:
+        query = first_query + tl.arange(0, BLOCK_M)
+        token = (first_token + query).to(tl.int64)
+        starts, ends = with_spans(spans_ptr, token, query < end_query, first_key, end_key)
+        first_key = tl.min(starts, 0)
+        end_key = tl.max(ends, 0)
     return first_key, tl.maximum(end_key, first_key)
 
 
@@ -64,6 +81,7 @@ def segment_len_of(span, max_segments, SEGMENT: tl.constexpr, BLOCK_N: tl.conste
         "kv_lens_ptr",
         "table_ptr",
         "causal_ptr",
+        "spans_ptr",
     ],
 )
 def decode_kernel(
@@ -79,6 +97,7 @@ def decode_kernel(
     kv_lens_ptr,
     table_ptr,
     causal_ptr,
+    spans_ptr,
     slopes_ptr,
     sinks_ptr,
     max_query_len,
@@ -137,7 +156,9 @@ def decode_kernel(
     if (first_query >= query_len) | (query_len > max_query_len):
         return
     reach = reach_of(request_flag(causal_ptr, causal, request), window)
-    first_key, end_key = span_of(first_query, query_len, kv_len, reach, window, BLOCK_Q)
+    first_key, end_key = span_of(
+        spans_ptr, first_token, first_query, query_len, kv_len, reach, window, BLOCK_Q, BLOCK_M
+    )
     start = first_key // BLOCK_N * BLOCK_N
     segment_len = segment_len_of(end_key - start, max_segments, SEGMENT, BLOCK_N)
     num_segments = tl.cdiv(end_key - start, segment_len)
@@ -174,6 +195,8 @@ def decode_kernel(
     positions = kv_len - query_len + query
     row_first = first_key_of(positions, window)
     row_end = end_key_of(positions, kv_len, reach)
+    if spans_ptr is not None:
+        row_first, row_end = with_spans(spans_ptr, token, live, row_first, row_end)
     columns = tl.arange(0, BLOCK_DV)
     value_columns = columns < HEAD_SIZE_V
     part_row = (request * part_rows + query) * (NUM_KV_HEADS * GROUP_SIZE) + head
@@ -254,7 +277,12 @@ def decode_kernel(
 
 @triton.jit(
     do_not_specialize=["max_query_len", "causal", "window", "max_segments", "part_rows"],
-    do_not_specialize_on_alignment=["query_start_loc_ptr", "kv_lens_ptr", "causal_ptr"],
+    do_not_specialize_on_alignment=[
+        "query_start_loc_ptr",
+        "kv_lens_ptr",
+        "causal_ptr",
+        "spans_ptr",
+    ],
 )
 def merge_kernel(
     out_ptr,
@@ -265,6 +293,7 @@ def merge_kernel(
     query_start_loc_ptr,
     kv_lens_ptr,
     causal_ptr,
+    spans_ptr,
     sinks_ptr,
     max_query_len,
     causal,
@@ -279,6 +308,7 @@ def merge_kernel(
     HEAD_SIZE_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SEGMENT: tl.constexpr,
     LINEAR: tl.constexpr,
@@ -299,7 +329,9 @@ def merge_kernel(
     kv_len = tl.load(kv_lens_ptr + request)
     reach = reach_of(request_flag(causal_ptr, causal, request), window)
     first_query = query // BLOCK_Q * BLOCK_Q
-    first_key, end_key = span_of(first_query, query_len, kv_len, reach, window, BLOCK_Q)
+    first_key, end_key = span_of(
+        spans_ptr, first_token, first_query, query_len, kv_len, reach, window, BLOCK_Q, BLOCK_M
+    )
     span = end_key - first_key // BLOCK_N * BLOCK_N
     segment_len = segment_len_of(span, max_segments, SEGMENT, BLOCK_N)
     num_segments = tl.cdiv(span, segment_len)

@@ -103,6 +103,7 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         if self.need_to_return_lse_for_decode:
             lse = query.new_full((num_tokens, self.num_heads), -math.inf, dtype=torch.float32)
         cacheless = self.variant.attn_type in _CACHELESS
+        is_decoder = self.variant.attn_type is AttentionType.DECODER
         if cacheless:
             keys, values = _rows(key[:num_tokens]), _rows(value[:num_tokens])
         else:
@@ -116,7 +117,8 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             query_start_loc=plan.query_start_loc,
             kv_lens=plan.kv_lens,
             block_table=None if cacheless else plan.block_table,
-            causal=plan.causal if self.variant.attn_type is AttentionType.DECODER else False,
+            causal=plan.causal if is_decoder else False,
+            spans=plan.spans if is_decoder else None,
         )
         decoded = 0
         if not cacheless:

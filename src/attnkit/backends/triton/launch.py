@@ -254,6 +254,7 @@ def decode_calls(
         "query_start_loc_ptr",
         "kv_lens_ptr",
         "causal_ptr",
+        "spans_ptr",
         "sinks_ptr",
         "causal",
         "window",
@@ -272,6 +273,7 @@ def decode_calls(
             **segments,
             "NUM_HEADS": o.query.shape[1],
             "BLOCK_Q": block_q,
+            "BLOCK_M": config.block_m,
             "LINEAR": score["LINEAR"],
             # Eight parts of 512 bytes keep a warp's loads in flight without costing occupancy.
             "UNROLL": 8,
@@ -353,6 +355,7 @@ def _tensors(o: Operands, variant: AttentionVariant) -> dict[str, torch.Tensor |
         "kv_lens_ptr": o.kv_lens,
         "table_ptr": o.block_table,
         "causal_ptr": o.causal if isinstance(o.causal, torch.Tensor) else None,
+        "spans_ptr": o.spans,
         "slopes_ptr": variant.alibi_slopes,
         "sinks_ptr": variant.sinks,
     }

@@ -27,6 +27,8 @@ class Operands:
             the request's own tokens.
         block_table: int32 (R, W).
         causal: of all requests, or bool (R,).
+        spans: int32 (T, 2), dense: keys [start, end) that a token sees beside the layer's mask, as
+            `CommonAttentionMetadata.mm_token_spans` makes them; None: no token sees any.
     """
 
     query: torch.Tensor
@@ -38,6 +40,7 @@ class Operands:
     kv_lens: torch.Tensor
     block_table: torch.Tensor | None
     causal: bool | torch.Tensor
+    spans: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         q, k, v, out, lse = self.query, self.key, self.value, self.output, self.lse
@@ -52,6 +55,8 @@ class Operands:
         assert lse is None or (lse.shape == q.shape[:2] and lse.dtype == torch.float32), lse
         assert lse is None or lse.stride(-1) == 1 or lse.shape[-1] == 1, lse.stride()
         assert self.query_start_loc.shape[0] == self.num_reqs + 1, self.query_start_loc.shape
+        spans = self.spans
+        assert spans is None or (spans.dtype == torch.int32 and spans.is_contiguous()), spans
 
     @property
     def num_reqs(self) -> int:

@@ -52,6 +52,7 @@ class TritonMetadata:
         block_table: int32 (R, W).
         slot_mapping: int64 (T,).
         causal: of all requests, or bool (R,).
+        spans: int32 (T, 2), keys that a token sees beside its layer's mask (`mm_token_spans`).
         max_query_len: no request has more queries.
         min_query_len: no request but an empty one has fewer.
         max_kv_len: no request has more keys; sizes memory, never masks.
@@ -67,6 +68,7 @@ class TritonMetadata:
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     causal: bool | torch.Tensor
+    spans: torch.Tensor | None
     max_query_len: int
     min_query_len: int
     max_kv_len: int
@@ -114,6 +116,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             block_table=batch.block_table_tensor,
             slot_mapping=batch.slot_mapping,
             causal=batch.causal,
+            spans=batch.mm_token_spans(),
             max_query_len=batch.max_query_len,
             min_query_len=_min_query_len(batch),
             max_kv_len=max_kv_len,

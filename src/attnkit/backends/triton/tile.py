@@ -66,6 +66,14 @@ def end_key_of(position, kv_len, reach):
 
 
 @triton.jit
+def with_spans(spans_ptr, tokens, live, row_first, row_end):
+    """Rows that see the range their token lies in, beside row_first to row_end."""
+    start = tl.load(spans_ptr + 2 * tokens, mask=live, other=EVERYTHING)
+    end = tl.load(spans_ptr + 2 * tokens + 1, mask=live, other=0)
+    return tl.minimum(row_first, start), tl.maximum(row_end, end)
+
+
+@triton.jit
 def request_flag(causal_ptr, causal, request):
     """Whether this request is causal: its own entry where the batch has one per request."""
     flag = causal
