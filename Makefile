@@ -5,13 +5,22 @@ BIN    := $(VENV)/bin
 # The CPU build; a GPU machine sets TORCH=torch (or what its driver wants).
 TORCH  ?= torch==2.13.0
 
-.PHONY: run test check fmt docs clean
+# Versions that `make test-transformers` tests the bridge with.
+TRANSFORMERS ?= 5.19.0 5.21.1 5.24.0
+
+.PHONY: run test test-transformers check fmt docs clean
 
 run: $(VENV)/.run
 	$(BIN)/attnkit generate "What is the capital of France?" --max-tokens 24
 
 test: check
 	$(BIN)/python -m pytest -q -n auto --dist worksteal
+
+test-transformers: $(VENV)/.test
+	for version in $(TRANSFORMERS); do \
+	    $(BIN)/pip install -q --no-deps --target $(VENV)/transformers-$$version transformers==$$version && \
+	    PYTHONPATH=$(VENV)/transformers-$$version $(BIN)/python -m pytest -q tests/integrations/test_hf.py || exit 1; \
+	done
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check src tests benchmarks
