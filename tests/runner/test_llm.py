@@ -61,6 +61,21 @@ def test_greedy_tokens_on_triton_are_those_of_transformers(family, tmp_path):
     assert tokens(outputs) == [tiny_models.greedy(model, p, 5) for p in prompts]
 
 
+def test_a_compiled_model_gives_the_same_tokens(tmp_path):
+    """Steps of one token and of many, with and without a row of logits; a window in some layers."""
+    model = tiny_models.make_model("gemma2", num_hidden_layers=2)
+    model.save_pretrained(tmp_path)
+    prompts = [[1, 2, 3, 4, 5, 6, 7], list(range(30, 60)), [9]]
+    llm = make_llm(tmp_path, max_num_batched_tokens=16, compile=True)
+    calls = []
+    llm.engine.model.model.register_forward_hook(
+        lambda *_: calls.append(torch.compiler.is_compiling())
+    )
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert tokens(outputs) == [tiny_models.greedy(model, p, 8) for p in prompts]
+    assert True in calls, "the model was traced"
+
+
 @pytest.mark.parametrize("budget", [3, 16, 1000])
 @pytest.mark.parametrize("block_size", [1, 4, 32])
 def test_tokens_depend_on_no_setting(folder, block_size, budget):

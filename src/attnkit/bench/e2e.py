@@ -115,14 +115,21 @@ class AttnkitEngine:
         dtype: str,
         backend: str = "auto",
         device: torch.device | str = "cpu",
+        *,
+        compile: bool = False,
     ) -> None:
         from attnkit.runner.llm import LLM
 
         self.llm = LLM(
-            model, dtype=dtype, backend=backend, device=device, enable_prefix_caching=False
+            model,
+            dtype=dtype,
+            backend=backend,
+            device=device,
+            enable_prefix_caching=False,
+            compile=compile,
         )
         chosen = "+".join(self.llm.backends)
-        self.name = f"attnkit {backend}"
+        self.name = f"attnkit {backend}{' compiled' if compile else ''}"
         self.note = f"backend {chosen}"
 
     def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:

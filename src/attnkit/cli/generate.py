@@ -70,6 +70,12 @@ def generate(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Tokens in a step; longer prompts go in chunks.")
     ] = None,
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="Let torch.compile fuse the model: slow start, faster steps."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Continue or answer prompts with a model."""
@@ -96,6 +102,7 @@ def generate(
         device=device,
         block_size=block_size,
         max_num_batched_tokens=max_num_batched_tokens,
+        compile=compile,
         notice=_say,
     )
     if chat and not llm.has_chat_template:

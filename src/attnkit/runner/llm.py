@@ -53,6 +53,7 @@ class LLM:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool = True,
+        compile: bool = False,
         seed: int = 0,
         debug_poison: bool = False,
         notice: Callable[[str], None] | None = None,
@@ -77,6 +78,8 @@ class LLM:
             max_num_batched_tokens: tokens computed in one step; longer prompts are computed in
                 chunks. None: 2048 on a CPU, 8192 on a GPU.
             enable_prefix_caching: compute a beginning that prompts share once.
+            compile: let torch.compile fuse what lies between weights and attention. The first
+                steps take a minute or more, less where torch finds its cache from an earlier run.
             seed: of requests whose SamplingParams have none.
             debug_poison: fill fresh and freed pages with NaN.
             notice: called with a line of text before something slow (converting a GGUF file).
@@ -104,6 +107,8 @@ class LLM:
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
         )
+        if compile:
+            loaded.compile(dynamic=True)
         self._tokenizer: Any = None
         self._tokenizer_error: ModelError | None = None
         try:
