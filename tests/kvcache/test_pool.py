@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnkit.backends.reference import ReferenceBackend
 from attnkit.contract import AttentionBackend, FullAttentionSpec, KVCacheLayout
 from attnkit.errors import CacheError, ConfigurationError
 from attnkit.kvcache.pool import PagedKVCache, block_bytes
@@ -40,6 +41,15 @@ def test_a_budget_gives_as_many_whole_blocks_as_fit() -> None:
 def test_a_budget_below_two_blocks_is_refused(num_bytes: int) -> None:
     with pytest.raises(CacheError, match=f"{num_bytes} bytes hold .*give at least {2 * PAGE}"):
         PagedKVCache.from_bytes({"a": _spec()}, num_bytes)
+
+
+def test_a_budget_counts_layers_whose_backends_shape_their_own_cache() -> None:
+    specs = {"a": _spec(), "b": _spec(), "c": _spec()}
+    cache = PagedKVCache.from_bytes(
+        specs, 4 * 2 * PAGE, overlays=[("a", "b", "c")], backends={"b": ReferenceBackend}
+    )
+    assert cache.num_blocks == 4
+    assert cache.num_bytes <= 4 * 2 * PAGE
 
 
 def test_a_budget_passes_the_other_arguments_on() -> None:

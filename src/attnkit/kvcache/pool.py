@@ -101,14 +101,19 @@ class PagedKVCache:
         layout: KVCacheLayout = KVCacheLayout.LBHNC,
         kernel_block_size: int | None = None,
         overlays: Sequence[Sequence[str]] | None = None,
+        backends: Mapping[str, type[AttentionBackend]] | None = None,
+        kv_cache_dtype: str = "auto",
         poison: bool = False,
     ) -> PagedKVCache:
         """As many blocks as fit into `num_bytes`; arguments as in the constructor.
 
+        Layers in `backends` are counted as having memory of their own, which they may need.
+
         Raises:
             CacheError: the budget holds fewer than 2 blocks.
         """
-        per_block = block_bytes(specs, overlays)
+        alone = backends or {}
+        per_block = block_bytes(specs, [[n for n in o if n not in alone] for o in overlays or ()])
         num_blocks = num_bytes // per_block
         if num_blocks < 2:
             raise CacheError(
@@ -122,6 +127,8 @@ class PagedKVCache:
             layout=layout,
             kernel_block_size=kernel_block_size,
             overlays=overlays,
+            backends=backends,
+            kv_cache_dtype=kv_cache_dtype,
             poison=poison,
         )
 
