@@ -18,7 +18,16 @@ ROOT = Path(attnkit.__file__).parent
 # itself. What stands lower in the table may import more.
 FOUNDATION = {"errors", "environment", "contract"}
 PAGES = FOUNDATION | {"upload", "batch", "kvcache"}
-CHOICE = PAGES | {"backends", "matrix", "selection", "compiled", "layer"}
+CHOICE = PAGES | {
+    "mla",
+    "backends",
+    "matrix",
+    "selection",
+    "compiled",
+    "paged_layer",
+    "layer",
+    "mla_layer",
+}
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "environment": set(),
@@ -26,11 +35,14 @@ ARROWS: dict[str, set[str]] = {
     "contract": {"errors"},
     "batch": {"errors", "contract", "upload"},
     "kvcache": {"errors", "contract"},
-    "backends": {"errors", "contract", "kvcache", "environment"},
+    "mla": {"errors", "contract", "kvcache", "upload"},
+    "backends": {"errors", "contract", "kvcache", "environment", "mla"},
     "matrix": {"errors", "contract"},
     "compiled": {"errors"},
     "selection": {"errors", "contract", "backends"},
-    "layer": {"errors", "contract", "compiled", "selection"},
+    "paged_layer": {"errors", "contract", "compiled", "selection"},
+    "layer": {"errors", "contract", "selection", "paged_layer"},
+    "mla_layer": {"errors", "contract", "kvcache", "mla", "selection", "paged_layer"},
     "parallel": {"errors", "contract", "layer"},
     "runner": CHOICE,
     "conformance": CHOICE | {"runner", ""},

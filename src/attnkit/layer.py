@@ -11,38 +11,30 @@ Under torch.compile the whole of it is one opaque node (`compiled`); plan and ca
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from attnkit.compiled import current_forward_context, new_handle, order_token
 from attnkit.contract import (
     AttentionBackend,
     AttentionImpl,
-    AttentionMetadataBuilder,
     AttentionSpec,
     AttentionType,
     AttentionVariant,
-    CommonAttentionMetadata,
     DeviceCapability,
     FullAttentionSpec,
     SlidingWindowSpec,
-    VllmConfig,
     get_kv_quant_mode,
     kv_cache_torch_dtype,
 )
 from attnkit.errors import BackendError, BatchError, ConfigurationError
+from attnkit.paged_layer import PagedLayer, logical_page
 from attnkit.selection import AttentionRequest, select
 
-_COUNTER = itertools.count()
-_SCALES = ("_q_scale", "_k_scale", "_v_scale")
 
-
-class Attention(nn.Module):
+class Attention(PagedLayer):
     """One attention layer over a paged cache, for inference: no gradient flows through it.
 
     Attributes:
@@ -53,14 +45,7 @@ class Attention(nn.Module):
         cache_name: whose cache it reads: its own, or that of the layer it shares.
     """
 
-    _q_scale: torch.Tensor
-    _k_scale: torch.Tensor
-    _v_scale: torch.Tensor
-    _prob_scale: torch.Tensor
-    _order: torch.Tensor
-    _q_scale_float: float
-    _k_scale_float: float
-    _v_scale_float: float
+    impl: AttentionImpl[Any]
 
     def __init__(
         self,
@@ -121,7 +106,6 @@ class Attention(nn.Module):
             ConfigurationError: a value is not allowed.
             BackendError: no such backend, or it cannot serve this layer; with every reason.
         """
-        super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_heads(num_heads, num_kv_heads, head_size, head_size_v, block_size)
         scale = 1 / math.sqrt(head_size) if scale is None else scale
@@ -137,17 +121,23 @@ class Attention(nn.Module):
             use_alibi_sqrt=use_alibi_sqrt,
         )
         get_kv_quant_mode(kv_cache_dtype)  # An unknown format is the user's mistake, not a refusal.
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        capability = DeviceCapability.of(device)
+        super().__init__(
+            layer_name=layer_name,
+            num_kv_heads=num_kv_heads,
+            dtype=dtype,
+            device=device,
+            block_size=block_size,
+            vllm_config=vllm_config,
+            scales_per_head=use_per_head_quant_scales,
+        )
+        self.num_heads = num_heads
         self.head_size = head_size
         self.head_size_v = head_size if head_size_v is None else head_size_v
         self.scale = scale
         self.sliding_window = sliding_window
         self.attn_type = variant.attn_type
         self.kv_cache_dtype = kv_cache_dtype
-        capability = DeviceCapability.of(device)
-        self.dtype, self.device = dtype, torch.device(device)
-        self.block_size = block_size
-        self.layer_name = f"attention.{next(_COUNTER)}" if layer_name is None else layer_name
         self._needs_cache = self.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
         if kv_sharing_target_layer_name == self.layer_name or (
             kv_sharing_target_layer_name is not None and not self._needs_cache
@@ -164,7 +154,6 @@ class Attention(nn.Module):
             )
         self.use_mm_prefix = use_mm_prefix
         self.return_lse = return_lse
-        self.vllm_config = VllmConfig() if vllm_config is None else vllm_config
 
         self.selection = select(
             AttentionRequest(
@@ -214,13 +203,6 @@ class Attention(nn.Module):
         )
         if return_lse:
             self.impl.need_to_return_lse_for_decode = True
-        self._scale_shape = (num_kv_heads,) if use_per_head_quant_scales else ()
-        for name in _SCALES:
-            ones = torch.ones(self._scale_shape, device=self.device)
-            self.register_buffer(name, ones, persistent=False)
-            setattr(self, f"{name}_float", _host_scale(ones))
-        self.register_buffer("_prob_scale", torch.ones((), device=self.device), persistent=False)
-        self.register_buffer("_order", order_token(self.device), persistent=False)
         # Older impls return a new tensor unless their backend accepts a buffer.
         parameter = inspect.signature(impl_cls.forward).parameters.get("output")
         is_older = parameter is not None and parameter.default is not inspect.Parameter.empty
@@ -231,15 +213,8 @@ class Attention(nn.Module):
             and not self.backend.forward_includes_kv_cache_update
         )
         self._page = (
-            _logical_page(self.backend, self._spec(block_size)) if self._needs_cache else None
+            logical_page(self.backend, self._spec(block_size)) if self._needs_cache else None
         )
-        self._builder: AttentionMetadataBuilder[Any] | None = None
-        self._handle = new_handle(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy is a layer of its own: under the handle of the original, compiled code would run that.
-        super().__setstate__(state)
-        self._handle = new_handle(self)
 
     def extra_repr(self) -> str:
         return (
@@ -283,76 +258,6 @@ class Attention(nn.Module):
         else:
             spec = SlidingWindowSpec(sliding_window=self.sliding_window, **facts)
         return self.backend.customize_spec(spec)
-
-    def make_builder(
-        self, layer_names: Sequence[str] | None = None
-    ) -> AttentionMetadataBuilder[Any]:
-        """A builder for a group of layers equal to this one.
-
-        Args:
-            layer_names: of the group; None: this layer alone.
-        """
-        names = [self.layer_name] if layer_names is None else list(layer_names)
-        spec = self._spec(self.block_size)
-        return self.backend.get_builder_cls()(spec, names, self.vllm_config, self.device)
-
-    def build(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
-        """Plan a batch; the plan serves every layer equal to this one for this step.
-
-        Args:
-            common_attn_metadata: from `attnkit.make_batch`, or an engine's own.
-
-        Raises:
-            BatchError: the batch's tensors are too short for its tokens or requests, or of other
-                dtypes than `CommonAttentionMetadata` says; or it has a mask that the layer was not
-                built for.
-        """
-        _check_batch(common_attn_metadata)
-        self._check_masks(common_attn_metadata)
-        if self._builder is None:
-            self._builder = self.make_builder()
-        return self._builder.build(0, common_attn_metadata)
-
-    def _check_masks(self, batch: CommonAttentionMetadata) -> None:
-        """A backend that was not asked for a mask would leave it out in silence."""
-        if batch.mm_req_doc_ranges and not self.use_mm_prefix:
-            raise BatchError(
-                f"the batch has mm_req_doc_ranges, and layer {self.layer_name} was built without them; "
-                "build it with use_mm_prefix=True, or leave them out"
-            )
-
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Call once when a checkpoint is loaded: scales are checked, and host copies follow them.
-
-        Scales go into `_q_scale`, `_k_scale` and `_v_scale` before: `fill_` or `copy_` in place, or a
-        tensor of any float dtype assigned. Formats without a scale from the layer do not read them.
-
-        Raises:
-            ConfigurationError: a scale is not finite, not above zero, or of another shape than one
-                number or, with `use_per_head_quant_scales`, one per KV head; nothing was changed.
-        """
-        scales = {name: self._checked_scale(name) for name in _SCALES}
-        for name, scale in scales.items():
-            setattr(self, name, scale)
-            setattr(self, f"{name}_float", _host_scale(scale))
-        self.impl.process_weights_after_loading(act_dtype)
-
-    def _checked_scale(self, name: str) -> torch.Tensor:
-        scale: torch.Tensor = getattr(self, name)
-        # One number may come from a checkpoint as shape (1,).
-        if scale.shape != self._scale_shape and (self._scale_shape or scale.numel() != 1):
-            per_head = f"({self.num_kv_heads},) for one per KV head"
-            wanted = per_head if self._scale_shape else "() for one number"
-            hint = "" if self._scale_shape else f"; {per_head} needs use_per_head_quant_scales=True"
-            raise ConfigurationError(
-                f"{name} of layer {self.layer_name} has shape {tuple(scale.shape)}; give {wanted}{hint}"
-            )
-        scale = scale.detach().to(self.device, torch.float32).reshape(self._scale_shape)
-        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-            raise ConfigurationError(
-                f"{name} of layer {self.layer_name} is {scale.tolist()}; give finite numbers above 0"
-            )
-        return scale
 
     def forward(
         self,
@@ -431,11 +336,7 @@ class Attention(nn.Module):
         attn_metadata: Any | None,
     ) -> None:
         """Fill `output` and `lse`; what the custom op stands for."""
-        if (context := current_forward_context()) is not None:
-            if attn_metadata is None:
-                attn_metadata = context.plan_of(self.layer_name)
-            if kv_cache is None:
-                kv_cache = context.kv_caches.get(self.cache_name)
+        kv_cache, attn_metadata = self._step_of(kv_cache, attn_metadata)
         if attn_metadata is None:
             output.zero_()
             return
@@ -476,69 +377,11 @@ class Attention(nn.Module):
         attn_metadata: Any,
     ) -> None:
         """Whether tensors, cache and plan are of one step, by their shapes alone."""
-        num_planned = getattr(attn_metadata, "num_actual_tokens", 0)
-        if query.shape[0] < num_planned:
-            raise BatchError(
-                f"layer {self.layer_name} got {query.shape[0]} query rows for a plan of "
-                f"{num_planned} tokens; pass the tensors of the batch that was planned"
-            )
+        self._check_num_rows(query, attn_metadata)
         if self._writes_cache and key is not None:
-            num_slots = attn_metadata.slot_mapping.shape[0]
-            if key.shape[0] < num_slots:
-                raise BatchError(
-                    f"layer {self.layer_name} got {key.shape[0]} keys for a plan that writes "
-                    f"{num_slots}; pass the tensors of the batch that was planned"
-                )
-        if not self._needs_cache:
-            return
-        if kv_cache is None:
-            raise BatchError(
-                f"layer {self.layer_name} got a plan but no cache; pass cache[{self.cache_name!r}]"
-            )
-        if self._page is not None and (*kv_cache.shape[1:], kv_cache.dtype) != self._page:
-            *shape, dtype = self._page
-            raise BatchError(
-                f"layer {self.layer_name} got a cache of shape {tuple(kv_cache.shape)} and "
-                f"{kv_cache.dtype}; its blocks are {tuple(shape)} of {dtype} (KV heads, block_size, "
-                f"sizes of K and V together)"
-            )
-
-    def _heads(self, name: str, x: torch.Tensor, heads: int, size: int) -> torch.Tensor:
-        if x.dim() == 2 and x.shape[1] == heads * size:
-            x = x.unflatten(1, (heads, size))
-        if x.dim() != 3 or x.shape[1] != heads or x.shape[2] != size:
-            raise BatchError(
-                f"{name} of layer {self.layer_name} has shape {tuple(x.shape)}; give "
-                f"(num_tokens, {heads}, {size}) or (num_tokens, {heads * size})"
-            )
-        if x.dtype != self.dtype or x.device.type != self.device.type:
-            raise BatchError(
-                f"{name} of layer {self.layer_name} is {x.dtype} on {x.device}, the layer was built "
-                f"for {self.dtype} on {self.device}"
-            )
-        return x
-
-
-def _host_scale(scale: torch.Tensor) -> float:
-    """The host copy of a scale. No one number stands for several: NaN shows where it is used as one."""
-    return float(scale) if scale.dim() == 0 else math.nan
-
-
-def _check_batch(batch: CommonAttentionMetadata) -> None:
-    """Shapes and dtypes only: nothing waits for the device."""
-    num_tokens = int(batch.query_start_loc_cpu[-1])
-    for name, needed, dtype in (
-        ("slot_mapping", num_tokens, torch.int64),
-        ("seq_lens", batch.num_reqs, torch.int32),
-        ("block_table_tensor", batch.num_reqs, torch.int32),
-        ("query_start_loc", batch.num_reqs + 1, torch.int32),
-    ):
-        tensor: torch.Tensor = getattr(batch, name)
-        if tensor.shape[0] < needed or tensor.dtype != dtype:
-            raise BatchError(
-                f"the batch of {batch.num_reqs} requests and {num_tokens} tokens has "
-                f"{tensor.shape[0]} entries of {tensor.dtype} in {name}; give {needed} of {dtype}"
-            )
+            self._check_num_written(key, attn_metadata)
+        if self._needs_cache:
+            self._check_cache(kv_cache, self._page)
 
 
 def _check_heads(
@@ -554,14 +397,3 @@ def _check_heads(
             raise ConfigurationError(f"{name} {size} is not allowed; give at least 1")
     if block_size < 1:
         raise ConfigurationError(f"block_size {block_size} is not allowed; give at least 1")
-
-
-def _logical_page(
-    backend: type[AttentionBackend], spec: AttentionSpec
-) -> tuple[int, int, int, torch.dtype] | None:
-    """What a block of the layer's cache looks like; None for backends with a shape of their own."""
-    try:
-        backend.get_kv_cache_shape(1, spec.block_size, spec.num_kv_heads, spec.head_size)
-    except NotImplementedError:
-        return spec.head_slots, spec.num_states, spec.content_size, spec.dtype
-    return None

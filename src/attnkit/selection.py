@@ -23,8 +23,8 @@ from types import ModuleType
 
 import torch
 
-from attnkit.backends import BACKENDS
-from attnkit.contract import AttentionBackend, AttentionType, DeviceCapability
+from attnkit.backends import BACKENDS, MLA_BACKENDS
+from attnkit.contract import AttentionBackend, AttentionType, DeviceCapability, MLADimensions
 from attnkit.errors import (
     BackendUnavailable,
     ConfigurationError,
@@ -46,6 +46,8 @@ class AttentionRequest:
         head_size_v: of values; None: as keys.
         kv_cache_dtype: None: any will do.
         block_size: the user's own; None: any will do.
+        use_mla: the layer keeps latents; `head_size` is then that of a row of the cache.
+        mla: its sizes; None: any will do.
         device_capability: where it is to run; the device need not be here.
         return_lse: the log-sum-exp is wanted too.
     """
@@ -58,6 +60,7 @@ class AttentionRequest:
     kv_cache_dtype: str | None = "auto"
     block_size: int | None = None
     use_mla: bool = False
+    mla: MLADimensions | None = None
     has_sink: bool = False
     use_sparse: bool = False
     use_mm_prefix: bool = False
@@ -136,9 +139,9 @@ def register(name: str, backend: type[AttentionBackend]) -> None:
         ConfigurationError: `name` is empty, "auto" or in the table.
         UnknownBackend: `backend` is not a subclass of `AttentionBackend`.
     """
-    if name in BACKENDS or name in ("", "auto"):
+    if name in _shipped() or name in ("", "auto"):
         raise ConfigurationError(
-            f"{name!r} is not free: attnkit itself uses {', '.join(BACKENDS)} and auto; register "
+            f"{name!r} is not free: attnkit itself uses {', '.join(_shipped())} and auto; register "
             "under another name"
         )
     _REGISTERED[name] = _check_class(name, backend)
@@ -146,7 +149,7 @@ def register(name: str, backend: type[AttentionBackend]) -> None:
 
 def backend_names() -> dict[str, str]:
     """Every name that can be chosen -> where it comes from. Nothing is imported."""
-    names = dict.fromkeys(BACKENDS, "attnkit")
+    names = dict.fromkeys(_shipped(), "attnkit")
     names.update({p.name: f"entry point {p.value}" for p in _entry_points().values()})
     names.update(dict.fromkeys(_REGISTERED, "registered"))
     return names
@@ -160,8 +163,8 @@ def resolve(name: str) -> type[AttentionBackend]:
         BackendUnavailable: a library it needs is not installed.
         Exception: whatever a broken module raises at import, unchanged.
     """
-    if name in BACKENDS:
-        return _load(name, BACKENDS[name])
+    if name in _shipped():
+        return _load(name, _shipped()[name])
     if name in _REGISTERED:
         return _REGISTERED[name]
     points = _entry_points()
@@ -226,6 +229,9 @@ def reasons_against(
         for asked, has, feature in ours
         if asked and not has
     ]
+    if request.mla is not None and backend.is_mla():
+        sizes = backend.supports_mla_dimensions(request.mla, request.kv_cache_dtype)
+        reasons += [] if sizes is None else [sizes]
     return tuple(reasons)
 
 
@@ -238,14 +244,15 @@ def decide(
     """What would become of each candidate: the decision record without the choice being made.
 
     Args:
-        backend: a name looks at that one alone; "auto" at every row of the table, of which the one
-            of lowest cost is chosen, the table's order deciding between equals.
+        backend: a name looks at that one alone; "auto" at every row of the table for such layers, of
+            which the one of lowest cost is chosen, the table's order deciding between equals.
 
     Raises:
         UnknownBackend: no backend has this name.
     """
     decisions: list[Decision] = []
-    for name in BACKENDS if backend == "auto" else (backend,):
+    table = MLA_BACKENDS if request.use_mla else BACKENDS
+    for name in table if backend == "auto" else (backend,):
         try:
             cls = resolve(name)
         except BackendUnavailable as absent:
@@ -339,7 +346,12 @@ def _cannot_run(asked: str, absent: str) -> BackendUnavailable:
 
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
     points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    return {p.name: p for p in points if p.name not in BACKENDS}
+    return {p.name: p for p in points if p.name not in _shipped()}
+
+
+def _shipped() -> dict[str, str]:
+    """Every row of the tables."""
+    return {**BACKENDS, **MLA_BACKENDS}
 
 
 def _load(name: str, path: str) -> type[AttentionBackend]:

@@ -1,6 +1,7 @@
 """The backends attnkit ships: name -> "module:Class", strings only, in order of preference.
 
-Nothing is imported until a name is asked for, so a machine without Triton lists it all the same.
+One table for layers that keep keys and values, one for layers that keep latents (MLA). Nothing is
+imported until a name is asked for, so a machine without Triton lists it all the same.
 """
 
 BACKENDS: dict[str, str] = {
@@ -8,4 +9,8 @@ BACKENDS: dict[str, str] = {
     "triton": "attnkit.backends.triton.backend:TritonBackend",
     "cpu": "attnkit.backends.cpu.backend:CpuBackend",
     "reference": "attnkit.backends.reference:ReferenceBackend",
+}
+
+MLA_BACKENDS: dict[str, str] = {
+    "reference_mla": "attnkit.backends.reference_mla:ReferenceMLABackend",
 }

@@ -6,6 +6,7 @@ One module exports every name. What each means stands in the file it is defined 
     backend        AttentionBackend: what can it do
     builder        AttentionMetadataBuilder: plan once per batch
     impl           AttentionImpl, MLAAttentionImpl: run a layer
+    mla            MLADimensions: sizes of a layer that keeps latents
     metadata       CommonAttentionMetadata: one batch
     spans          bidirectional ranges of a batch, checked, and per token for kernels
     variant        AttentionVariant: score and mask of a layer
@@ -54,6 +55,7 @@ from attnkit.contract.metadata import (
     AttentionMetadata,
     CommonAttentionMetadata,
 )
+from attnkit.contract.mla import MLADimensions
 from attnkit.contract.quant import (
     CACHE_DTYPES,
     CacheDType,
@@ -101,6 +103,7 @@ __all__ = [
     "KVQuantMode",
     "MLAAttentionImpl",
     "MLAAttentionSpec",
+    "MLADimensions",
     "MambaSpec",
     "ModelConfig",
     "MultipleOf",

@@ -21,6 +21,7 @@ from attnkit.contract.device import DeviceCapability
 from attnkit.contract.impl import AttentionImplBase
 from attnkit.contract.kv_cache_spec import AttentionSpec, KVCacheLayout, KVCacheSpec
 from attnkit.contract.metadata import AttentionMetadata
+from attnkit.contract.mla import MLADimensions
 from attnkit.contract.quant import CACHE_DTYPES
 from attnkit.contract.types import AttentionType, MultipleOf
 
@@ -435,9 +436,19 @@ class AttentionBackend(ABC):
         return head_size == head_size_v
 
     @classmethod
+    def supports_mla_dimensions(
+        cls, dimensions: MLADimensions, kv_cache_dtype: str | None
+    ) -> str | None:
+        """Why an MLA layer of these sizes does not work with such a cache; None if it does. Asked of MLA
+        backends, about formats they support."""
+        return None
+
+    @classmethod
     def supports_lse(cls) -> bool:
         """Returns the log-sum-exp of its rows when the layer asks; the impl class says so."""
-        return cls._ask_impl("can_return_lse_for_decode")
+        return cls._ask_impl("can_return_lse_for_decode") and (
+            not cls.is_mla() or cls._ask_impl("can_return_lse_for_prefill")
+        )
 
     @classmethod
     def estimate_cost(cls, request: Any) -> float:
@@ -460,7 +471,7 @@ class AttentionBackend(ABC):
             impl_cls = cls.get_impl_cls()
         except NotImplementedError:
             return False
-        return bool(getattr(impl_cls, flag))
+        return bool(getattr(impl_cls, flag, False))
 
 
 _HEADS = range(8, 513, 8)

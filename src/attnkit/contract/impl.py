@@ -337,13 +337,18 @@ class MLAAttentionImpl(AttentionImplBase[T], Generic[T]):
     """Attention over a latent cache: prefills expanded per head, decodes absorbed.
 
     An impl defines `forward_mqa` (and `forward_mha` if it prefills), or, in the older generation,
-    one `forward` for both.
+    one `forward` for both. Which rows of a batch go where its builder's plan says: `num_decode_tokens`
+    at the front are decodes, `num_prefill_tokens` behind them prefills.
     """
 
     hisparse_cache: Any | None = None
     """Handle of a hot set of latent pages on the device, backed by host memory; None: all there."""
 
     supports_pcp: bool = True
+
+    can_return_lse_for_prefill: bool = False
+    """Ours: `forward_mha` returns the log-sum-exp of its rows when `need_to_return_lse_for_decode` is
+    set, as `forward_mqa` does. A layer built with `return_lse` needs both."""
 
     def __new__(cls: type[_Impl], *args: Any, **kwargs: Any) -> _Impl:
         # Here and not at class definition, so that an abstract class may come in between.
@@ -400,8 +405,10 @@ class MLAAttentionImpl(AttentionImplBase[T], Generic[T]):
         k_scale: torch.Tensor,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
-    ) -> None:
+    ) -> torch.Tensor | None:
         """Prefill with keys and values expanded per head; writes `output`.
+
+        Called with the rows of the batch's prefills alone.
 
         Args:
             q: (num_tokens, num_heads, qk_head_dim).
@@ -410,6 +417,10 @@ class MLAAttentionImpl(AttentionImplBase[T], Generic[T]):
             kv_c_and_k_pe_cache: (num_blocks, block_size, kv_lora_rank + qk_rope_head_dim).
             k_scale: of a quantised cache.
             output: (num_tokens, num_heads * v_head_dim).
+
+        Returns:
+            None, or the lse, float32 (num_tokens, num_heads), if `can_return_lse_for_prefill` and
+            `need_to_return_lse_for_decode` are set.
         """
         raise NotImplementedError
 
@@ -421,6 +432,9 @@ class MLAAttentionImpl(AttentionImplBase[T], Generic[T]):
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Decode against the latents themselves, the query already absorbed.
+
+        Called with the rows of the batch's decodes alone, which come first in it and may have several
+        queries each.
 
         Args:
             q: (num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim), or its two parts.

@@ -23,6 +23,9 @@ MAGNITUDE_CAP = 2.0**127
 """Larger magnitudes count as this in a scale per token and head, infinities too. Twice as much would
 do for codes of 7 and 448, but 127 * (float32's largest / 127) rounds to infinity."""
 
+FP8_TILE = 128
+"""Elements of a latent that share one float32 scale in DeepSeek's fp8 rows."""
+
 NVFP4_BLOCK = 16
 """Elements that share one nvfp4 block scale."""
 
@@ -178,6 +181,49 @@ class Int4PerTokenHeadCodec(PerTokenHeadCodec):
 
     def _unpack(self, codes: torch.Tensor) -> torch.Tensor:
         return _unpack_nibbles(codes).float() - 8
+
+
+class Fp8TileCodec(Codec):
+    """float8_e4m3fn codes, then one float32 scale per FP8_TILE of them, chosen as by
+    `PerTokenHeadCodec` from each tile. A NaN makes its own tile NaN."""
+
+    granule: ClassVar[int] = FP8_TILE
+    reads_layer_scale: ClassVar[bool] = False
+
+    def code_bytes(self, size: int) -> int:
+        return size
+
+    def scale_bytes(self, size: int) -> int:
+        return size // FP8_TILE * 4
+
+    def encode(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        tiles = Fp8PerTokenHeadCodec().encode(x.unflatten(-1, (-1, FP8_TILE)), scale)
+        codes, own = tiles.split([FP8_TILE, 4], dim=-1)
+        return torch.cat([codes.flatten(-2), own.flatten(-2)], dim=-1)
+
+    def decode(self, data: torch.Tensor, size: int, scale: torch.Tensor) -> torch.Tensor:
+        codes, own = data.split([self.code_bytes(size), self.scale_bytes(size)], dim=-1)
+        tiles = codes.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (-1, FP8_TILE))
+        return (tiles * own.contiguous().view(torch.float32)[..., None]).flatten(-2)
+
+
+class BFloat16Codec(Codec):
+    """The numbers, rounded to bfloat16."""
+
+    granule: ClassVar[int] = 2
+    reads_layer_scale: ClassVar[bool] = False
+
+    def code_bytes(self, size: int) -> int:
+        return 2 * size
+
+    def scale_bytes(self, size: int) -> int:
+        return 0
+
+    def encode(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.bfloat16).contiguous().view(torch.uint8)
+
+    def decode(self, data: torch.Tensor, size: int, scale: torch.Tensor) -> torch.Tensor:
+        return data.contiguous().view(torch.bfloat16).float()
 
 
 class Nvfp4Codec(Codec):

@@ -20,6 +20,11 @@ A number is code * scale. Where none stands beside the codes it is the layer's `
 one for all or one per KV head; nvfp4's is multiplied by both. Sizes of heads are multiples of 4
 (int8, fp8 per token and head), 8 (int4) or 16 (nvfp4), so that float32 scales are aligned to 4 bytes
 in pages that are. `codecs` says how numbers become codes: saturation, zeros, NaN.
+
+A layer of latents (MLA) has one such row a token: the latent in place of K and the rotated part in place
+of V, both scaled by `_k_scale`. `latent_format` gives the formats for those, among them
+
+    fp8_ds_mla                      K float8, V bfloat16     float32 per 128 of K  L + L / 32 + 2 R
 """
 
 from __future__ import annotations
@@ -32,9 +37,11 @@ import torch
 from attnkit.contract import CACHE_DTYPES, AttentionSpec, KVQuantMode
 from attnkit.errors import CacheError, ConfigurationError
 from attnkit.kvcache.codecs import (
+    BFloat16Codec,
     Codec,
     Fp8Codec,
     Fp8PerTokenHeadCodec,
+    Fp8TileCodec,
     Int4PerTokenHeadCodec,
     Int8PerTokenHeadCodec,
     Nvfp4Codec,
@@ -68,12 +75,14 @@ class CacheFormat:
             and write bytes, so a uint8 or int8 view of the same pages will do as well.
         mode: the same as `KVQuantMode`.
         codec: numbers to bytes and back; None: the elements are the numbers.
+        value_codec: the same for V, where it is another.
     """
 
     name: str
     dtype: torch.dtype | None
     mode: KVQuantMode
     codec: Codec | None
+    value_codec: Codec | None
 
     @property
     def reads_layer_scales(self) -> bool:
@@ -82,13 +91,13 @@ class CacheFormat:
 
     def refusal(self, head_size: int, head_size_v: int) -> str | None:
         """Why heads of these sizes cannot be stored; None if they can."""
-        if self.codec is None:
-            return None
-        granule = self.codec.granule
-        bad = [size for size in (head_size, head_size_v) if size % granule]
-        if not bad:
-            return None
-        return f"KV cache dtype {self.name} needs head sizes that {granule} divides, not {bad[0]}"
+        for codec, size in ((self.codec, head_size), (self.value_codec, head_size_v)):
+            if codec is not None and size % codec.granule:
+                return (
+                    f"KV cache dtype {self.name} needs head sizes that {codec.granule} divides, "
+                    f"not {size}"
+                )
+        return None
 
     def layout(self, head_size: int, head_size_v: int) -> ContentLayout:
         """Byte offsets inside the content of a token and head.
@@ -106,15 +115,16 @@ class CacheFormat:
                 )
             k, v = head_size * self.dtype.itemsize, head_size_v * self.dtype.itemsize
             return ContentLayout(k_codes=0, k_scales=k, v_codes=k, v_scales=k + v, num_bytes=k + v)
+        assert self.value_codec is not None
         k_scales = self.codec.code_bytes(head_size)
         v_codes = k_scales + self.codec.scale_bytes(head_size)
-        v_scales = v_codes + self.codec.code_bytes(head_size_v)
+        v_scales = v_codes + self.value_codec.code_bytes(head_size_v)
         return ContentLayout(
             k_codes=0,
             k_scales=k_scales,
             v_codes=v_codes,
             v_scales=v_scales,
-            num_bytes=v_scales + self.codec.scale_bytes(head_size_v),
+            num_bytes=v_scales + self.value_codec.scale_bytes(head_size_v),
         )
 
     def encode(
@@ -139,7 +149,8 @@ class CacheFormat:
         self.layout(key.shape[-1], value.shape[-1])
         num_kv_heads = key.shape[-2]
         k = self.codec.encode(key, _per_head("k_scale", k_scale, num_kv_heads))
-        v = self.codec.encode(value, _per_head("v_scale", v_scale, num_kv_heads))
+        assert self.value_codec is not None
+        v = self.value_codec.encode(value, _per_head("v_scale", v_scale, num_kv_heads))
         assert self.dtype is not None
         return torch.cat([k, v], dim=-1).view(self.dtype)
 
@@ -172,9 +183,10 @@ class CacheFormat:
         data = self._bytes(contents, layout)
         k, v = data.split([layout.v_codes, layout.num_bytes - layout.v_codes], dim=-1)
         num_kv_heads = contents.shape[-2]
+        assert self.value_codec is not None
         return (
             self.codec.decode(k, head_size, _per_head("k_scale", k_scale, num_kv_heads)),
-            self.codec.decode(v, head_size_v, _per_head("v_scale", v_scale, num_kv_heads)),
+            self.value_codec.decode(v, head_size_v, _per_head("v_scale", v_scale, num_kv_heads)),
         )
 
     def write(
@@ -234,6 +246,19 @@ def cache_format(name: str) -> CacheFormat:
     return CACHE_FORMATS[name]
 
 
+def latent_format(name: str) -> CacheFormat:
+    """The format of a `kv_cache_dtype` for rows of latents, K the latent and V the rotated part.
+
+    Raises:
+        ConfigurationError: no such format stores latents.
+    """
+    if name not in LATENT_FORMATS:
+        raise ConfigurationError(
+            f"{name!r} is no format for latents; use one of {', '.join(LATENT_FORMATS)}"
+        )
+    return LATENT_FORMATS[name]
+
+
 def customize_spec(spec: AttentionSpec) -> AttentionSpec:
     """What a backend that reads these formats answers to `AttentionBackend.customize_spec`.
 
@@ -286,9 +311,11 @@ def format_refusal(kv_cache_dtype: str | None, head_size: int) -> str | None:
     return cache_format(kv_cache_dtype).refusal(head_size, head_size)
 
 
-def _format(name: str, codec: Codec | None) -> CacheFormat:
+def _format(name: str, codec: Codec | None, value_codec: Codec | None = None) -> CacheFormat:
     dtype, mode = CACHE_DTYPES[name]
-    return CacheFormat(name=name, dtype=dtype, mode=mode, codec=codec)
+    return CacheFormat(
+        name=name, dtype=dtype, mode=mode, codec=codec, value_codec=value_codec or codec
+    )
 
 
 CACHE_FORMATS: dict[str, CacheFormat] = {
@@ -308,6 +335,15 @@ CACHE_FORMATS: dict[str, CacheFormat] = {
     )
 }
 """Name -> format. Of `CACHE_DTYPES` only the formats of MLA latents are missing."""
+
+LATENT_FORMATS: dict[str, CacheFormat] = {
+    **{
+        name: CACHE_FORMATS[name]
+        for name in ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
+    },
+    "fp8_ds_mla": _format("fp8_ds_mla", Fp8TileCodec(), BFloat16Codec()),
+}
+"""Name -> format of the rows [latent | rotated part] of MLA layers."""
 
 _PACKED_BY_MODE = {
     f.mode: f

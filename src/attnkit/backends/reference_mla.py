@@ -1,0 +1,248 @@
+"""The reference backend for latents (MLA): eager torch on any device, written like the formula.
+
+In: an `MLAMetadata`, one layer's tensors and its latent cache. Out: attention, one query row at a time,
+in float32, over exactly the keys the row sees. Decodes attend to the latents themselves, prefills to
+keys and values expanded per head; both are the same law, and the conformance kit holds each to the
+float64 answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, ClassVar
+
+import torch
+
+from attnkit.contract import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    MLAAttentionImpl,
+    MLADimensions,
+)
+from attnkit.errors import UnsupportedConfiguration
+from attnkit.kvcache.formats import LATENT_FORMATS, latent_format
+from attnkit.mla.builder import MLAMetadataBuilder
+from attnkit.mla.plan import ContextChunk, MLAMetadata, PrefillPart
+from attnkit.mla.prefill import attend_prefill
+from attnkit.mla.projection import KvBProjection
+
+
+class ReferenceMLABackend(AttentionBackend):
+    """Latents of any sizes, any page size, any device."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(LATENT_FORMATS)
+    forward_includes_kv_cache_update = False
+    accept_output_buffer = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "reference_mla"
+
+    @staticmethod
+    def get_impl_cls() -> type[ReferenceMLAImpl]:
+        return ReferenceMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        return MLAMetadataBuilder
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_mla_dimensions(
+        cls, dimensions: MLADimensions, kv_cache_dtype: str | None
+    ) -> str | None:
+        if kv_cache_dtype not in LATENT_FORMATS:
+            return None  # A reason of its own.
+        stored = latent_format(kv_cache_dtype)
+        return stored.refusal(dimensions.kv_lora_rank, dimensions.qk_rope_head_dim)
+
+    @classmethod
+    def estimate_cost(cls, request: Any) -> float:
+        # Chosen by `auto` only where nothing else serves.
+        return 1000.0
+
+
+class ReferenceMLAImpl(MLAAttentionImpl[MLAMetadata]):
+    """One layer, row by row. Reads lengths from the device on every call, so it cannot be captured."""
+
+    can_return_lse_for_decode = True
+    can_return_lse_for_prefill = True
+    supports_pcp = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: torch.nn.Module,
+        indexer: object | None = None,
+        q_pad_num_heads: int | None = None,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
+        self.v_head_dim = v_head_dim
+        self.kv_cache_dtype = kv_cache_dtype
+        self.cache_format = latent_format(kv_cache_dtype)
+        reason = self.cache_format.refusal(kv_lora_rank, qk_rope_head_dim)
+        if reason is not None:
+            raise UnsupportedConfiguration(f"reference_mla: {reason}", (reason,))
+        self.projection = KvBProjection.of(
+            kv_b_proj,
+            num_heads,
+            MLADimensions(
+                kv_lora_rank=kv_lora_rank,
+                qk_nope_head_dim=qk_nope_head_dim,
+                qk_rope_head_dim=qk_rope_head_dim,
+                v_head_dim=v_head_dim,
+            ),
+        )
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        if kv_cache.numel() == 0:
+            return
+        latent_format(kv_cache_dtype).write(
+            kv_c_normed[:, None], k_pe, kv_cache[:, None], slot_mapping.flatten(), k_scale, k_scale
+        )
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: MLAMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        plan = attn_metadata.decode
+        assert plan is not None, "a batch without decodes has no rows to serve"
+        output = q.new_zeros(*q.shape[:2], self.kv_lora_rank)
+        lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
+        starts = plan.query_start_loc.tolist()
+        for request, kv_len in enumerate(plan.seq_lens.tolist()):
+            latents = self._gather(
+                kv_c_and_k_pe_cache, plan.block_table[request], kv_len, layer._k_scale
+            )
+            for row in range(starts[request], starts[request + 1]):
+                num_seen = max(0, kv_len - (starts[request + 1] - row) + 1)
+                keys = latents[:num_seen, None].expand(-1, self.num_heads, -1)
+                values = keys[..., : self.kv_lora_rank]
+                output[row], lse[row] = _attend_row(q[row], keys, values, self.scale)
+        return output, lse if self.need_to_return_lse_for_decode else None
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: MLAMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        lse = attend_prefill(
+            q,
+            kv_c_normed,
+            k_pe[:, 0],
+            kv_c_and_k_pe_cache,
+            attn_metadata,
+            self.projection,
+            self.cache_format,
+            k_scale,
+            _Rows(self.scale),
+            output.view(-1, self.num_heads, self.v_head_dim),
+        )
+        return lse if self.need_to_return_lse_for_decode else None
+
+    def _gather(
+        self, cache: torch.Tensor, block_table: torch.Tensor, kv_len: int, k_scale: torch.Tensor
+    ) -> torch.Tensor:
+        """One request's rows in order, float32 (kv_len, kv_lora_rank + qk_rope_head_dim)."""
+        blocks = block_table[: -(-kv_len // cache.shape[1])].long()
+        tokens = cache[blocks].flatten(0, 1)[:kv_len, None]
+        parts = self.cache_format.decode(
+            tokens, self.kv_lora_rank, self.qk_rope_head_dim, k_scale, k_scale
+        )
+        return torch.cat(parts, dim=-1)[:, 0]
+
+
+class _Rows:
+    """Dense attention for prefills, a row at a time."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+
+    def own_tokens(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: PrefillPart,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        starts = plan.query_start_loc.tolist()
+        for start, end in itertools.pairwise(starts):
+            for row in range(start, end):
+                seen = slice(start, row + 1)
+                output[row], lse[row] = _attend_row(query[row], key[seen], value[seen], self._scale)
+
+    def context(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        chunk: ContextChunk,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        starts = chunk.query_start_loc.tolist()
+        for request, kv_len in enumerate(chunk.kv_lens.tolist()):
+            pages = chunk.block_table[request, : -(-kv_len // key.shape[1])].long()
+            keys, values = (x[pages].flatten(0, 1)[:kv_len] for x in (key, value))
+            for row in range(starts[request], starts[request + 1]):
+                output[row], lse[row] = _attend_row(query[row], keys, values, self._scale)
+
+
+def _attend_row(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention of one query over all of `keys`.
+
+    Args:
+        query: (num_heads, size).
+        keys: (n, num_heads, size).
+        values: (n, num_heads, size of values).
+
+    Returns:
+        (num_heads, size of values) and LSE (num_heads,), both float32. Without keys: 0 and -inf.
+    """
+    score = torch.einsum("hd,nhd->hn", query.float(), keys.float()) * scale
+    weights = torch.softmax(score, dim=1)
+    return torch.einsum("hn,nhd->hd", weights, values.float()), torch.logsumexp(score, dim=1)

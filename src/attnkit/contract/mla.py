@@ -1,0 +1,64 @@
+"""MLADimensions: the sizes of a layer that keeps latents instead of keys and values.
+
+In: a model's configuration. Out: a frozen value that a layer is built with and selection asks about.
+
+With kv_c the latent of a token (kv_lora_rank numbers), k_pe its rotated part (qk_rope_head_dim), and
+W_UK, W_UV the two parts of a head's `kv_b_proj` (arXiv 2405.04434, section 2.1):
+
+    key = [W_UK kv_c | k_pe]        value = W_UV kv_c
+    q.key = (W_UK^T q_nope).kv_c + q_pe.k_pe
+
+so attention can be done over expanded keys and values (a prefill), or over the latents themselves with
+an absorbed query, one KV head for all (a decode). The cache holds [kv_c | k_pe].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attnkit.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLADimensions:
+    """Sizes per token or head, in numbers.
+
+    Attributes:
+        kv_lora_rank: of the latent.
+        qk_nope_head_dim: part of a query and key head without rotation.
+        qk_rope_head_dim: the rotated part; all heads of a key share it.
+        v_head_dim: of a value head.
+        q_lora_rank: of the query's own compression; None: it has none. Attention does not feel it.
+
+    Raises:
+        ConfigurationError: a size below 1.
+    """
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(
+                    f"{name} {getattr(self, name)} is not allowed; give at least 1"
+                )
+
+    @property
+    def latent_size(self) -> int:
+        """Numbers that the cache holds of a token: latent and rotated part."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Of an expanded query and key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def __str__(self) -> str:
+        return (
+            f"latent {self.kv_lora_rank} + {self.qk_rope_head_dim}, heads "
+            f"{self.qk_nope_head_dim} + {self.qk_rope_head_dim} / {self.v_head_dim}"
+        )

@@ -1,0 +1,146 @@
+"""attend_prefill: the prefills of a batch over expanded keys and values, context piece by piece.
+
+In: queries, this step's latents, the cache, a plan, and a backend's dense attention as two functions.
+Out: attention, and its LSE. The step's own tokens attend to themselves; each chunk of the context is
+gathered, expanded and attended to without a mask; the parts are merged by their LSE in float32, in
+order, so at most one chunk of expanded keys and values exists at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+
+from attnkit.kvcache.formats import CacheFormat
+from attnkit.mla.plan import ContextChunk, MLAMetadata, PrefillPart
+from attnkit.mla.projection import KvBProjection
+
+
+class DenseAttention(Protocol):
+    """Attention over expanded heads, as many of K and V as of q. Both write all rows of `output`
+    (num_tokens, num_heads, v_head_dim), zero where a row sees no key, and `lse` float32 (num_tokens,
+    num_heads), natural, -inf there."""
+
+    def own_tokens(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: PrefillPart,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Causal attention of each request's tokens to themselves; key and value (num_tokens,
+        num_heads, size), requests as in `plan.query_start_loc`."""
+        ...
+
+    def context(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        chunk: ContextChunk,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Attention to the first `chunk.kv_lens` tokens of each request's pages, no mask; key and
+        value (num_pages, block_size, num_heads, size). What lies past a length may be NaN."""
+        ...
+
+
+def attend_prefill(
+    query: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    cache: torch.Tensor,
+    metadata: MLAMetadata,
+    projection: KvBProjection,
+    stored: CacheFormat,
+    k_scale: torch.Tensor,
+    attention: DenseAttention,
+    output: torch.Tensor,
+) -> torch.Tensor:
+    """Attend and return the LSE, float32 (num_tokens, num_heads).
+
+    Args:
+        query: (num_tokens, num_heads, qk_head_dim), of the plan's prefills.
+        kv_c: (num_tokens, kv_lora_rank), of this step.
+        k_pe: (num_tokens, qk_rope_head_dim), likewise.
+        cache: (num_blocks, block_size, C); this step's tokens need not be in it yet.
+        metadata: with a prefill part.
+        projection: of the layer.
+        stored: the cache's format. All tokens count as they read back from it, this step's too.
+        k_scale: the layer's.
+        attention: of the backend.
+        output: (num_tokens, num_heads, v_head_dim), written in place.
+    """
+    plan = metadata.prefill
+    assert plan is not None, "a batch without prefills has no part for them"
+    own = _rows_of(plan, (query, kv_c, k_pe))
+    key, value = projection.expand(*_read_back(own[1], own[2], stored, k_scale, cache.dtype))
+    heads = (*query.shape[:2],)
+    if plan.own_rows is None and not plan.chunks:
+        lse = query.new_empty(heads, dtype=torch.float32)
+        attention.own_tokens(query, key, value, plan, output, lse)
+        return lse
+    total = query.new_zeros(*heads, value.shape[-1], dtype=torch.float32)
+    lse = query.new_full(heads, -math.inf, dtype=torch.float32)
+    if plan.own_rows is None:
+        attention.own_tokens(query, key, value, plan, total, lse)
+    else:
+        part, part_lse = total[plan.own_rows], lse[plan.own_rows]
+        attention.own_tokens(own[0], key, value, plan, part, part_lse)
+        total[plan.own_rows], lse[plan.own_rows] = part, part_lse
+    d = projection.dimensions
+    for chunk in plan.chunks:
+        pages = cache.index_select(0, chunk.pages)
+        latents = stored.decode(
+            pages[..., None, :], d.kv_lora_rank, d.qk_rope_head_dim, k_scale, k_scale
+        )
+        key, value = projection.expand(*(x[..., 0, :].to(query.dtype) for x in latents))
+        rows = query[chunk.rows]
+        part = rows.new_empty(*rows.shape[:2], value.shape[-1], dtype=torch.float32)
+        part_lse = rows.new_empty(rows.shape[:2], dtype=torch.float32)
+        attention.context(rows, key, value, chunk, part, part_lse)
+        merge_into(total[chunk.rows], lse[chunk.rows], part, part_lse)
+    output.copy_(total)
+    return lse
+
+
+def merge_into(
+    output: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
+) -> None:
+    """Add a part's attention to what stands in `output` and `lse`, all float32, in place.
+
+    A part without keys (LSE -inf, zeros) changes nothing, to the bit.
+    """
+    top = torch.maximum(lse, part_lse)
+    top = torch.where(top == -math.inf, 0.0, top)
+    share, part_share = torch.exp(lse - top), torch.exp(part_lse - top)
+    both = share + part_share
+    divisor = torch.where(both == 0, 1.0, both)
+    merged = (output * share[..., None] + part * part_share[..., None]) / divisor[..., None]
+    nothing_new = part_lse == -math.inf
+    output.copy_(torch.where(nothing_new[..., None], output, merged))
+    lse.copy_(torch.where(nothing_new, lse, top + torch.log(both)))
+
+
+def _rows_of(plan: PrefillPart, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tensors if plan.own_rows is None else tuple(x[plan.own_rows] for x in tensors)
+
+
+def _read_back(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    stored: CacheFormat,
+    k_scale: torch.Tensor,
+    cache_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents as they will be read from the cache, in their own dtype."""
+    if stored.codec is None:
+        return kv_c.to(cache_dtype).to(kv_c.dtype), k_pe.to(cache_dtype).to(k_pe.dtype)
+    contents = stored.encode(kv_c[:, None], k_pe[:, None], k_scale, k_scale)
+    latents = stored.decode(contents, kv_c.shape[-1], k_pe.shape[-1], k_scale, k_scale)
+    return latents[0][:, 0].to(kv_c.dtype), latents[1][:, 0].to(k_pe.dtype)

@@ -1,0 +1,329 @@
+"""MLAAttention: one layer over latents, from queries, latents and rotated parts to its output.
+
+In: built once with the layer's sizes and its `kv_b_proj`; then, per step, q, kv_c, k_pe, the layer's
+latent cache and the plan its builder made. Out: the attention output per head, with the log-sum-exp if
+asked. The layer writes latents, sends prefills to the impl's `forward_mha`, absorbs the queries of
+decodes for `forward_mqa`, and turns what these attended to into values.
+
+Under torch.compile the whole of it is one opaque node, as of `Attention`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnkit.contract import (
+    AttentionBackend,
+    AttentionSpec,
+    AttentionType,
+    DeviceCapability,
+    MLAAttentionImpl,
+    MLAAttentionSpec,
+    MLADimensions,
+    get_kv_quant_mode,
+    kv_cache_torch_dtype,
+)
+from attnkit.errors import (
+    BackendError,
+    BatchError,
+    ConfigurationError,
+    UnsupportedConfiguration,
+)
+from attnkit.kvcache.formats import LATENT_FORMATS
+from attnkit.mla.projection import KvBProjection
+from attnkit.paged_layer import PagedLayer, logical_page
+from attnkit.selection import AttentionRequest, select
+
+
+class MLAAttention(PagedLayer):
+    """One attention layer over a paged cache of latents; always a causal decoder.
+
+    Attributes:
+        dimensions: sizes of latents and heads.
+        projection: `kv_b_proj` as plain weights.
+        num_heads: query heads.
+        head_size: numbers in a row of the cache.
+        head_size_v: of a head of the output.
+    """
+
+    impl: MLAAttentionImpl[Any]
+
+    def __init__(
+        self,
+        num_heads: int,
+        dimensions: MLADimensions,
+        kv_b_proj: nn.Module,
+        scale: float | None = None,
+        *,
+        kv_cache_dtype: str = "auto",
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        backend: str | type[AttentionBackend] = "auto",
+        layer_name: str | None = None,
+        block_size: int = 16,
+        return_lse: bool = False,
+        vllm_config: Any | None = None,
+    ) -> None:
+        """Choose a backend and build its impl.
+
+        Args:
+            num_heads: query heads.
+            dimensions: of the layer.
+            kv_b_proj: expands a latent to the keys (without rotation) and values of all heads, in any
+                weight dtype, without a bias. It is read here, or, if it is still on the meta device,
+                in `process_weights_after_loading`.
+            scale: factor on q.k; None: qk_head_dim ** -0.5.
+            kv_cache_dtype: cache format; "auto": the dtype of the layer.
+            dtype: of q, kv_c, k_pe and the output.
+            device: where it runs.
+            backend: a name, a class, or "auto".
+            layer_name: None: one is made up.
+            block_size: tokens in a kernel block.
+            return_lse: return (output, lse).
+            vllm_config: engine configuration handed to the builder; None: the defaults.
+
+        Raises:
+            ConfigurationError: a value is not allowed.
+            BackendError: no such backend, or it cannot serve this layer; with every reason.
+        """
+        if num_heads < 1:
+            raise ConfigurationError(f"num_heads {num_heads} is not allowed; give at least 1")
+        scale = 1 / math.sqrt(dimensions.qk_head_dim) if scale is None else float(scale)
+        if not math.isfinite(scale):
+            raise ConfigurationError(f"scale {scale} is not finite; give a number")
+        get_kv_quant_mode(kv_cache_dtype)  # An unknown format is the user's mistake, not a refusal.
+        capability = DeviceCapability.of(device)
+        super().__init__(
+            layer_name=layer_name,
+            num_kv_heads=1,
+            dtype=dtype,
+            device=device,
+            block_size=block_size,
+            vllm_config=vllm_config,
+        )
+        self.dimensions, self.num_heads, self.scale = dimensions, num_heads, scale
+        self.head_size, self.head_size_v = dimensions.latent_size, dimensions.v_head_dim
+        self.attn_type, self.sliding_window = AttentionType.DECODER, None
+        self.kv_cache_dtype, self.return_lse = kv_cache_dtype, return_lse
+        self.selection = select(
+            AttentionRequest(
+                head_size=self.head_size,
+                dtype=dtype,
+                num_heads=num_heads,
+                num_kv_heads=1,
+                kv_cache_dtype=kv_cache_dtype,
+                block_size=block_size,
+                use_mla=True,
+                mla=dimensions,
+                device_capability=capability,
+                return_lse=return_lse,
+            ),
+            backend,
+        )
+        self.backend = self.selection.backend
+        self.projection = KvBProjection(kv_b_proj, num_heads, dimensions, dtype, self.device)
+        impl_cls = self.backend.get_impl_cls()
+        assert issubclass(impl_cls, MLAAttentionImpl), f"{impl_cls} has no latent forward"
+        if impl_cls.forward_mqa is MLAAttentionImpl.forward_mqa:
+            reason = "it has the older forward only, whose queries are still compressed"
+            raise UnsupportedConfiguration(
+                f"backend {self.selection.name} cannot serve this layer: {reason}; define forward_mqa",
+                (reason,),
+            )
+        self.impl = impl_cls(
+            num_heads,
+            self.head_size,
+            scale,
+            1,
+            None,
+            None,
+            kv_cache_dtype,
+            None,
+            AttentionType.DECODER.value,
+            None,
+            dimensions.q_lora_rank,
+            dimensions.kv_lora_rank,
+            dimensions.qk_nope_head_dim,
+            dimensions.qk_rope_head_dim,
+            dimensions.qk_head_dim,
+            dimensions.v_head_dim,
+            self.projection,
+        )
+        if return_lse:
+            self.impl.need_to_return_lse_for_decode = True
+        self._page = logical_page(self.backend, self._spec(block_size))
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, {self.dimensions}, backend={self.selection.name}"
+
+    def get_kv_cache_spec(self, block_size: int | None = None) -> AttentionSpec:
+        """What this layer keeps in the cache.
+
+        Args:
+            block_size: tokens in a block; None: the layer's kernel block size.
+        """
+        return self._spec(self.block_size if block_size is None else block_size)
+
+    def _spec(self, block_size: int) -> AttentionSpec:
+        d, num_bytes = self.dimensions, None
+        if (stored := LATENT_FORMATS.get(self.kv_cache_dtype)) and stored.codec is not None:
+            num_bytes = stored.layout(d.kv_lora_rank, d.qk_rope_head_dim).num_bytes
+        return self.backend.customize_spec(
+            MLAAttentionSpec(
+                block_size=block_size,
+                head_size=self.head_size,
+                dtype=kv_cache_torch_dtype(self.kv_cache_dtype, self.dtype),
+                kv_quant_mode=get_kv_quant_mode(self.kv_cache_dtype),
+                state_content_bytes=num_bytes,
+                cache_dtype_str=self.kv_cache_dtype,
+            )
+        )
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Call once when a checkpoint is loaded: `kv_b_proj` is read, scales are checked. Latents and
+        rotated parts are both scaled by `_k_scale`.
+
+        Raises:
+            ConfigurationError: the projection has other sizes than the layer, or a scale is not allowed.
+        """
+        self.projection.absorb(self.dtype)
+        super().process_weights_after_loading(act_dtype)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor | None = None,
+        attn_metadata: Any | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Write latents into the cache, attend, return.
+
+        Args:
+            q: (num_tokens, num_heads, qk_head_dim), the rotated part last; or the last two flattened.
+            kv_c_normed: (num_tokens, kv_lora_rank).
+            k_pe: (num_tokens, qk_rope_head_dim), rotated; or (num_tokens, 1, qk_rope_head_dim).
+            kv_cache: this layer's cache; None: from `forward_context`.
+            attn_metadata: this step's plan; None: from `forward_context`, and outside of one a
+                profiling run, which returns zeros (and an lse of -inf).
+
+        Returns:
+            The output (num_tokens, num_heads, v_head_dim), flattened as q; with `return_lse` also the
+            lse, float32 (num_tokens, num_heads), natural logarithm.
+
+        Raises:
+            BatchError: a tensor does not fit the layer or the plan; nothing has been written.
+        """
+        d = self.dimensions
+        query = self._heads("q", q, self.num_heads, d.qk_head_dim)
+        kv_c = self._heads("kv_c_normed", kv_c_normed, 1, d.kv_lora_rank)
+        pe = self._heads("k_pe", k_pe, 1, d.qk_rope_head_dim)
+        if kv_c.shape[0] != pe.shape[0]:
+            raise BatchError(
+                f"layer {self.layer_name} got {kv_c.shape[0]} latents and {pe.shape[0]} rotated parts; "
+                "give one of each per token"
+            )
+        output = query.new_empty(query.shape[0], self.num_heads, d.v_head_dim)
+        lse = None
+        if self.return_lse:
+            lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
+        if torch.compiler.is_compiling():
+            if kv_cache is not None or attn_metadata is not None:
+                raise ConfigurationError(
+                    "a compiled graph cannot carry a cache or a plan; leave them out and put "
+                    "attnkit.forward_context(...) around the compiled call"
+                )
+            torch.ops.attnkit.attention(query, kv_c, pe, output, lse, self._order, self._handle)
+        else:
+            self._run(query, kv_c, pe, output, lse, kv_cache, attn_metadata)
+        if q.dim() == 2:
+            output = output.flatten(1)
+        return output if lse is None else (output, lse)
+
+    @torch.no_grad()
+    def _run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+        attn_metadata: Any | None,
+    ) -> None:
+        """Fill `output` and `lse`; key is kv_c (num_tokens, 1, kv_lora_rank), value k_pe likewise."""
+        assert key is not None
+        assert value is not None
+        kv_cache, plan = self._step_of(kv_cache, attn_metadata)
+        if plan is None:
+            output.zero_()
+            return
+        if self.projection.weight.numel() == 0:
+            raise BatchError(
+                f"layer {self.layer_name} has not read its kv_b_proj, which was not loaded when "
+                "the layer was made; call process_weights_after_loading first"
+            )
+        self._check_num_rows(query, plan)
+        self._check_num_written(key, plan)
+        self._check_cache(kv_cache, self._page)
+        assert kv_cache is not None
+        # An older backend's own shape is taken as it is.
+        cache = kv_cache[:, 0] if self._page is not None else kv_cache
+        if not self.backend.forward_includes_kv_cache_update:
+            self.impl.do_kv_cache_update(
+                key[:, 0], value, cache, plan.slot_mapping, self.kv_cache_dtype, self._k_scale
+            )
+        decodes = slice(0, plan.num_decode_tokens)
+        prefills = slice(decodes.stop, decodes.stop + plan.num_prefill_tokens)
+        if prefills.start < prefills.stop:
+            rows = self._attend_expanded(query, key, value, cache, plan, prefills, output)
+            self._store_lse(lse, prefills, rows)
+        if decodes.stop:
+            rows = self._attend_absorbed(query, cache, plan, decodes, output)
+            self._store_lse(lse, decodes, rows)
+
+    def _attend_expanded(
+        self,
+        query: torch.Tensor,
+        kv_c: torch.Tensor,
+        k_pe: torch.Tensor,
+        cache: torch.Tensor,
+        plan: Any,
+        rows: slice,
+        output: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """`forward_mha` of some rows; its LSE."""
+        dense = output[rows].view(rows.stop - rows.start, -1)
+        return self.impl.forward_mha(
+            query[rows], kv_c[rows, 0], k_pe[rows], cache, plan, self._k_scale, dense
+        )
+
+    def _attend_absorbed(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        plan: Any,
+        rows: slice,
+        output: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """`forward_mqa` of some rows; its LSE."""
+        d = self.dimensions
+        q_nope, q_pe = query[rows].split([d.qk_nope_head_dim, d.qk_rope_head_dim], dim=-1)
+        absorbed = torch.cat([self.projection.absorb_queries(q_nope), q_pe], dim=-1)
+        attended, lse = self.impl.forward_mqa(absorbed, cache, plan, self)  # type: ignore[arg-type]
+        self.projection.values_of(attended, output[rows])
+        return lse
+
+    def _store_lse(self, lse: torch.Tensor | None, rows: slice, given: torch.Tensor | None) -> None:
+        if lse is None:
+            return
+        if given is None:
+            raise BackendError(
+                f"backend {self.selection.name} says it can return the LSE, but returned none; return "
+                "one from forward_mqa and forward_mha when need_to_return_lse_for_decode is set"
+            )
+        lse[rows] = given if self.impl.lse_base_on_e else given * math.log(2)

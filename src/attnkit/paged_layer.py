@@ -1,0 +1,286 @@
+"""PagedLayer: what attention layers have in common, whether they keep keys and values or latents.
+
+In: a layer's name, place and scales. Out: a builder and plans for its batches, scales that are checked
+when a checkpoint is loaded, and the handle by which a compiled graph finds the layer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnkit.compiled import current_forward_context, new_handle, order_token
+from attnkit.contract import (
+    AttentionBackend,
+    AttentionImplBase,
+    AttentionMetadataBuilder,
+    AttentionSpec,
+    CommonAttentionMetadata,
+    VllmConfig,
+)
+from attnkit.errors import BatchError, ConfigurationError
+from attnkit.selection import Selection
+
+_COUNTER = itertools.count()
+_SCALES = ("_q_scale", "_k_scale", "_v_scale")
+
+
+class PagedLayer(nn.Module):
+    """A layer over a paged cache, for inference: no gradient flows through it.
+
+    Attributes:
+        backend: the chosen backend class.
+        selection: how it was chosen; print it.
+        impl: the backend's impl, which runs the layer.
+        layer_name: unique name; keys of caches and plans.
+        cache_name: whose cache it reads: its own, or that of the layer it shares.
+        num_kv_heads: heads of the cache.
+        dtype, device: of its tensors.
+        block_size: tokens in a kernel block.
+        vllm_config: engine configuration handed to the builder.
+    """
+
+    backend: type[AttentionBackend]
+    selection: Selection
+    impl: AttentionImplBase[Any]
+    cache_name: str
+
+    _q_scale: torch.Tensor
+    _k_scale: torch.Tensor
+    _v_scale: torch.Tensor
+    _prob_scale: torch.Tensor
+    _order: torch.Tensor
+    _q_scale_float: float
+    _k_scale_float: float
+    _v_scale_float: float
+
+    def __init__(
+        self,
+        *,
+        layer_name: str | None,
+        num_kv_heads: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        block_size: int,
+        vllm_config: Any | None,
+        scales_per_head: bool = False,
+    ) -> None:
+        """
+        Args:
+            layer_name: None: one is made up.
+            num_kv_heads: heads of the cache.
+            dtype: of the layer's tensors.
+            device: where it runs.
+            block_size: tokens in a kernel block.
+            vllm_config: None: the defaults.
+            scales_per_head: `_q_scale`, `_k_scale` and `_v_scale` have one entry per KV head.
+
+        Raises:
+            ConfigurationError: a block size below 1.
+        """
+        super().__init__()
+        if block_size < 1:
+            raise ConfigurationError(f"block_size {block_size} is not allowed; give at least 1")
+        self.layer_name = f"attention.{next(_COUNTER)}" if layer_name is None else layer_name
+        self.cache_name = self.layer_name
+        self.num_kv_heads = num_kv_heads
+        self.dtype, self.device, self.block_size = dtype, torch.device(device), block_size
+        self.vllm_config = VllmConfig() if vllm_config is None else vllm_config
+        self._scale_shape = (num_kv_heads,) if scales_per_head else ()
+        for name in _SCALES:
+            ones = torch.ones(self._scale_shape, device=self.device)
+            self.register_buffer(name, ones, persistent=False)
+            setattr(self, f"{name}_float", _host_scale(ones))
+        self.register_buffer("_prob_scale", torch.ones((), device=self.device), persistent=False)
+        self.register_buffer("_order", order_token(self.device), persistent=False)
+        self._builder: AttentionMetadataBuilder[Any] | None = None
+        self._handle = new_handle(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy is a layer of its own: under the handle of the original, compiled code would run that.
+        super().__setstate__(state)
+        self._handle = new_handle(self)
+
+    def _spec(self, block_size: int) -> AttentionSpec:
+        """The cache this layer reads, whoever owns it."""
+        raise NotImplementedError
+
+    def _run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+        attn_metadata: Any | None,
+    ) -> None:
+        """Fill `output` and `lse`; what the custom op stands for."""
+        raise NotImplementedError
+
+    def make_builder(
+        self, layer_names: Sequence[str] | None = None
+    ) -> AttentionMetadataBuilder[Any]:
+        """A builder for a group of layers equal to this one.
+
+        Args:
+            layer_names: of the group; None: this layer alone.
+        """
+        names = [self.layer_name] if layer_names is None else list(layer_names)
+        spec = self._spec(self.block_size)
+        return self.backend.get_builder_cls()(spec, names, self.vllm_config, self.device)
+
+    def build(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        """Plan a batch; the plan serves every layer equal to this one for this step.
+
+        Args:
+            common_attn_metadata: from `attnkit.make_batch`, or an engine's own.
+
+        Raises:
+            BatchError: the batch's tensors are too short for its tokens or requests, or of other
+                dtypes than `CommonAttentionMetadata` says; or it has a mask that the layer was not
+                built for.
+        """
+        _check_batch(common_attn_metadata)
+        self._check_masks(common_attn_metadata)
+        if self._builder is None:
+            self._builder = self.make_builder()
+        return self._builder.build(0, common_attn_metadata)
+
+    def _check_masks(self, batch: CommonAttentionMetadata) -> None:
+        """A backend that was not asked for a mask would leave it out in silence."""
+        if batch.mm_req_doc_ranges and not self.use_mm_prefix:
+            raise BatchError(
+                f"the batch has mm_req_doc_ranges, and layer {self.layer_name} was built without them; "
+                "build it with use_mm_prefix=True, or leave them out"
+            )
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Call once when a checkpoint is loaded: scales are checked, and host copies follow them.
+
+        Scales go into `_q_scale`, `_k_scale` and `_v_scale` before: `fill_` or `copy_` in place, or a
+        tensor of any float dtype assigned. Formats without a scale from the layer do not read them.
+
+        Raises:
+            ConfigurationError: a scale is not finite, not above zero, or of another shape than one
+                number or, with `use_per_head_quant_scales`, one per KV head; nothing was changed.
+        """
+        scales = {name: self._checked_scale(name) for name in _SCALES}
+        for name, scale in scales.items():
+            setattr(self, name, scale)
+            setattr(self, f"{name}_float", _host_scale(scale))
+        self.impl.process_weights_after_loading(act_dtype)
+
+    def _checked_scale(self, name: str) -> torch.Tensor:
+        scale: torch.Tensor = getattr(self, name)
+        # One number may come from a checkpoint as shape (1,).
+        if scale.shape != self._scale_shape and (self._scale_shape or scale.numel() != 1):
+            per_head = f"({self.num_kv_heads},) for one per KV head"
+            wanted = per_head if self._scale_shape else "() for one number"
+            hint = "" if self._scale_shape else f"; {per_head} needs use_per_head_quant_scales=True"
+            raise ConfigurationError(
+                f"{name} of layer {self.layer_name} has shape {tuple(scale.shape)}; give {wanted}{hint}"
+            )
+        scale = scale.detach().to(self.device, torch.float32).reshape(self._scale_shape)
+        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+            raise ConfigurationError(
+                f"{name} of layer {self.layer_name} is {scale.tolist()}; give finite numbers above 0"
+            )
+        return scale
+
+    def _step_of(
+        self, kv_cache: torch.Tensor | None, attn_metadata: Any | None
+    ) -> tuple[torch.Tensor | None, Any | None]:
+        """Cache and plan of a call: its own, else those of the `forward_context` around it."""
+        if (context := current_forward_context()) is not None:
+            if attn_metadata is None:
+                attn_metadata = context.plan_of(self.layer_name)
+            if kv_cache is None:
+                kv_cache = context.kv_caches.get(self.cache_name)
+        return kv_cache, attn_metadata
+
+    def _check_num_rows(self, query: torch.Tensor, attn_metadata: Any) -> None:
+        num_planned = getattr(attn_metadata, "num_actual_tokens", 0)
+        if query.shape[0] < num_planned:
+            raise BatchError(
+                f"layer {self.layer_name} got {query.shape[0]} query rows for a plan of "
+                f"{num_planned} tokens; pass the tensors of the batch that was planned"
+            )
+
+    def _check_num_written(self, key: torch.Tensor, attn_metadata: Any) -> None:
+        num_slots = attn_metadata.slot_mapping.shape[0]
+        if key.shape[0] < num_slots:
+            raise BatchError(
+                f"layer {self.layer_name} got {key.shape[0]} keys for a plan that writes "
+                f"{num_slots}; pass the tensors of the batch that was planned"
+            )
+
+    def _check_cache(
+        self, kv_cache: torch.Tensor | None, page: tuple[int, int, int, torch.dtype] | None
+    ) -> None:
+        """Whether a cache is there and its blocks look like `page`."""
+        if kv_cache is None:
+            raise BatchError(
+                f"layer {self.layer_name} got a plan but no cache; pass cache[{self.cache_name!r}]"
+            )
+        if page is not None and (*kv_cache.shape[1:], kv_cache.dtype) != page:
+            *shape, dtype = page
+            raise BatchError(
+                f"layer {self.layer_name} got a cache of shape {tuple(kv_cache.shape)} and "
+                f"{kv_cache.dtype}; its blocks are {tuple(shape)} of {dtype} (KV heads, block_size, "
+                f"sizes of K and V together)"
+            )
+
+    def _heads(self, name: str, x: torch.Tensor, heads: int, size: int) -> torch.Tensor:
+        """`x` as (num_tokens, heads, size)."""
+        if x.dim() == 2 and x.shape[1] == heads * size:
+            x = x.unflatten(1, (heads, size))
+        if x.dim() != 3 or x.shape[1] != heads or x.shape[2] != size:
+            raise BatchError(
+                f"{name} of layer {self.layer_name} has shape {tuple(x.shape)}; give "
+                f"(num_tokens, {heads}, {size}) or (num_tokens, {heads * size})"
+            )
+        if x.dtype != self.dtype or x.device.type != self.device.type:
+            raise BatchError(
+                f"{name} of layer {self.layer_name} is {x.dtype} on {x.device}, the layer was built "
+                f"for {self.dtype} on {self.device}"
+            )
+        return x
+
+
+def _host_scale(scale: torch.Tensor) -> float:
+    """The host copy of a scale. No one number stands for several: NaN shows where it is used as one."""
+    return float(scale) if scale.dim() == 0 else math.nan
+
+
+def _check_batch(batch: CommonAttentionMetadata) -> None:
+    """Shapes and dtypes only: nothing waits for the device."""
+    num_tokens = int(batch.query_start_loc_cpu[-1])
+    for name, needed, dtype in (
+        ("slot_mapping", num_tokens, torch.int64),
+        ("seq_lens", batch.num_reqs, torch.int32),
+        ("block_table_tensor", batch.num_reqs, torch.int32),
+        ("query_start_loc", batch.num_reqs + 1, torch.int32),
+    ):
+        tensor: torch.Tensor = getattr(batch, name)
+        if tensor.shape[0] < needed or tensor.dtype != dtype:
+            raise BatchError(
+                f"the batch of {batch.num_reqs} requests and {num_tokens} tokens has "
+                f"{tensor.shape[0]} entries of {tensor.dtype} in {name}; give {needed} of {dtype}"
+            )
+
+
+def logical_page(
+    backend: type[AttentionBackend], spec: AttentionSpec
+) -> tuple[int, int, int, torch.dtype] | None:
+    """What a block of the layer's cache looks like; None for backends with a shape of their own."""
+    try:
+        backend.get_kv_cache_shape(1, spec.block_size, spec.num_kv_heads, spec.head_size)
+    except NotImplementedError:
+        return spec.head_slots, spec.num_states, spec.content_size, spec.dtype
+    return None
