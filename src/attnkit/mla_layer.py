@@ -279,6 +279,8 @@ class MLAAttention(PagedLayer):
             )
         decodes = slice(0, plan.num_decode_tokens)
         prefills = slice(decodes.stop, decodes.stop + plan.num_prefill_tokens)
+        # Nobody's rows that a replayed batch counts: no kernel writes them, and somebody may look.
+        output[prefills.stop : plan.num_actual_tokens].zero_()
         if prefills.start < prefills.stop:
             rows = self._attend_expanded(query, key, value, cache, plan, prefills, output)
             self._store_lse(lse, prefills, rows)

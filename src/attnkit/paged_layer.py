@@ -20,6 +20,7 @@ from attnkit.contract import (
     AttentionImplBase,
     AttentionMetadataBuilder,
     AttentionSpec,
+    AttentionType,
     CommonAttentionMetadata,
     VllmConfig,
 )
@@ -40,6 +41,10 @@ class PagedLayer(nn.Module):
         layer_name: unique name; keys of caches and plans.
         cache_name: whose cache it reads: its own, or that of the layer it shares.
         num_kv_heads: heads of the cache.
+        num_heads: query heads.
+        head_size_v: of a head of the output.
+        attn_type: an `AttentionType`.
+        return_lse: the layer returns its log-sum-exp too.
         dtype, device: of its tensors.
         block_size: tokens in a kernel block.
         vllm_config: engine configuration handed to the builder.
@@ -49,6 +54,11 @@ class PagedLayer(nn.Module):
     selection: Selection
     impl: AttentionImplBase[Any]
     cache_name: str
+    num_heads: int
+    head_size_v: int
+    attn_type: AttentionType
+    return_lse: bool
+    _passes_output: bool = True
 
     _q_scale: torch.Tensor
     _k_scale: torch.Tensor
@@ -105,6 +115,10 @@ class PagedLayer(nn.Module):
         # A copy is a layer of its own: under the handle of the original, compiled code would run that.
         super().__setstate__(state)
         self._handle = new_handle(self)
+
+    def get_kv_cache_spec(self, block_size: int | None = None) -> AttentionSpec | None:
+        """What this layer keeps in the cache; None if nothing."""
+        raise NotImplementedError
 
     def _spec(self, block_size: int) -> AttentionSpec:
         """The cache this layer reads, whoever owns it."""

@@ -28,6 +28,7 @@ An LSE is always float32, so its own rounding is that of float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,13 +68,34 @@ def budget_for(
         meaning: what `answer` was computed with.
         answer: the oracle's.
     """
-    out, lse = _plain(q, k, v, meaning, q.dtype)
+    return budget_from([plain(q, k, v, meaning, q.dtype)], answer, k.shape[0], q.dtype)
+
+
+def budget_from(
+    runs: Sequence[tuple[Array, Array]],
+    answer: Answer,
+    kv_len: int,
+    dtype: torch.dtype,
+    factors: Array | float = 0.0,
+) -> Budget:
+    """The budget that plain runs leave.
+
+    Args:
+        runs: output and LSE of the plain computation, in each form that is as plain as the others: the
+            largest error of any counts.
+        answer: the oracle's.
+        kv_len: keys of the request.
+        dtype: the tested one.
+        factors: (q_len, num_heads), the norm of the products of a score whose factors are themselves
+            rounded to the tested dtype; 0: they are given in it. Each is off by at most eps / 2, so
+            eps * norm is three and a half standard deviations of what that moves the score by.
+    """
     finite = np.isfinite(answer.lse)
-    out_error = _largest(np.abs(out - answer.out))
-    lse_error = _largest(np.abs(lse[finite] - answer.lse[finite]))
-    eps = float(torch.finfo(q.dtype).eps)
-    score_rounding = _EPS32 * (4.0 * answer.score_size + np.log2(2.0 + k.shape[0]))
-    tiny = float(torch.finfo(q.dtype).smallest_normal)
+    out_error = max(_largest(np.abs(out - answer.out)) for out, _ in runs)
+    lse_error = max(_largest(np.abs(lse[finite] - answer.lse[finite])) for _, lse in runs)
+    eps = float(torch.finfo(dtype).eps)
+    score_rounding = _EPS32 * (4.0 * answer.score_size + np.log2(2.0 + kv_len)) + eps * factors
+    tiny = float(torch.finfo(dtype).smallest_normal)
     return Budget(
         out=2.0 * out_error
         + 2.0 * eps * (np.abs(answer.out) + answer.norm_of_terms)
@@ -91,7 +113,7 @@ def _largest(error: Array) -> float:
     return float(error.max(initial=0.0))
 
 
-def _plain(
+def plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meaning: Meaning, dtype: torch.dtype
 ) -> tuple[Array, Array]:
     """The formula in eager torch on the CPU, each step's result rounded to `dtype`."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from attnkit.contract import AttentionType, KVCacheLayout
+from attnkit.kvcache.formats import CacheFormat, cache_format
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Names of dtypes in the names of cases."""
@@ -113,6 +114,21 @@ class Case:
     def value_size(self) -> int:
         """head_size_v, or head_size where it is None."""
         return self.head_size if self.head_size_v is None else self.head_size_v
+
+    @property
+    def query_size(self) -> int:
+        """Of a query head; that of a key, but where the cache holds latents."""
+        return self.head_size
+
+    @property
+    def is_latent(self) -> bool:
+        """Keys and values of the case are latents and rotated parts of an MLA layer."""
+        return False
+
+    @property
+    def stored(self) -> CacheFormat:
+        """The format of the cache."""
+        return cache_format(self.kv_cache_dtype)
 
     @property
     def softmax_scale(self) -> float:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from attnkit.conformance.budget import Budget, budget_for
 from attnkit.conformance.case import Case
 from attnkit.conformance.inputs import Inputs, WholeSequence, contents
-from attnkit.conformance.oracle import Answer, Array, attend
+from attnkit.conformance.oracle import Array
 from attnkit.conformance.subject import LawBroken, Result, Subject
 from attnkit.contract import AttentionType, CommonAttentionMetadata
-from attnkit.layer import Attention
+from attnkit.paged_layer import PagedLayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +45,7 @@ def check_case(subject: Subject, case: Case) -> Margin:
     return run_and_judge(subject, layer, inputs)[1]
 
 
-def run_and_judge(subject: Subject, layer: Attention, inputs: Inputs) -> tuple[Result, Margin]:
+def run_and_judge(subject: Subject, layer: PagedLayer, inputs: Inputs) -> tuple[Result, Margin]:
     """`check_case` on tensors that are there already."""
     cache = CacheWatch(inputs)
     batch = BatchWatch(inputs.batch)
@@ -76,7 +75,7 @@ def judge(sequences: tuple[WholeSequence, ...], result: Result) -> Margin:
     for request, s in enumerate(sequences):
         rows = slice(row, row + s.q.shape[0])
         row = rows.stop
-        answer, budget = expected(s)
+        answer, budget = s.expected()
         where = f"request {request} of {len(sequences)}"
         used = _share(out[rows], answer.out, budget.out, f"output of {where}")
         worst_out = max(worst_out, used)
@@ -84,16 +83,6 @@ def judge(sequences: tuple[WholeSequence, ...], result: Result) -> Margin:
             used = _share(lse[rows], answer.lse, budget.lse, f"LSE of {where}")
             worst_lse = max(worst_lse, used)
     return Margin(out=worst_out, lse=worst_lse)
-
-
-def expected(s: WholeSequence) -> tuple[Answer, Budget]:
-    """The oracle's answer for a request and how far from it a backend may be."""
-    answer = attend(_float64(s.q), _float64(s.k), _float64(s.v), s.meaning)
-    return answer, budget_for(s.q, s.k, s.v, s.meaning, answer)
-
-
-def _float64(x: torch.Tensor) -> Array:
-    return x.double().cpu().numpy()
 
 
 def _share(got: Array, right: Array, allowed: Array, what: str) -> float:

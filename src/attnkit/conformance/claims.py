@@ -7,20 +7,19 @@ that this kit has no cases for is listed as unjudged, never as passed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from attnkit.conformance.case import DTYPES, Basis, Case
-from attnkit.conformance.cases import BATCHES, all_cases, plain_case
+from attnkit.conformance.case import Basis, Case
+from attnkit.conformance.cases import BATCHES
 from attnkit.conformance.subject import LawBroken, NotClaimed, Subject
 from attnkit.contract import (
     CACHE_DTYPES,
     AttentionBackend,
     AttentionType,
-    DeviceCapability,
     KVQuantMode,
 )
 from attnkit.errors import UnsupportedConfiguration
@@ -48,8 +47,13 @@ class Claim:
     shown_by_law: str | None = None
 
 
-def check_claim(subject: Subject, claim: Claim) -> None:
+def check_claim(subject: Subject, claim: Claim, cases: Sequence[Case]) -> None:
     """Hold a claim against what the backend does.
+
+    Args:
+        subject: the backend.
+        claim: what it says.
+        cases: that may show it.
 
     Raises:
         LawBroken: a yes that no case can use, or a no that is not refused with a reason.
@@ -63,7 +67,7 @@ def check_claim(subject: Subject, claim: Claim) -> None:
     if claim.shown_by is None:
         raise NotClaimed(f"{subject.name} says yes to {claim.name}, which this kit has no case for")
     refusals: list[str] = []
-    for case in all_cases(subject.basis()):
+    for case in cases:
         if claim.shown_by(case):
             try:
                 subject.layer(case)
@@ -79,14 +83,8 @@ def check_claim(subject: Subject, claim: Claim) -> None:
 
 def _expect_refusal(subject: Subject, claim: Claim) -> None:
     """Selection and layer both say no, with a reason."""
-    backend, basis = subject.backend, subject.basis()
-    wanted = {
-        "head_size": basis.head_size,
-        "dtype": DTYPES[basis.dtypes[0]],
-        "device_capability": DeviceCapability.of(subject.device),
-        **claim.request,
-    }
-    request = AttentionRequest(**wanted)
+    backend = subject.backend
+    request = AttentionRequest(**{**subject.plain_request(), **claim.request})
     reasons = reasons_against(backend, request)
     if not reasons:
         raise LawBroken(
@@ -103,7 +101,7 @@ def _expect_refusal(subject: Subject, claim: Claim) -> None:
     else:
         raise LawBroken(f"selection by name took {claim.name}, which {subject.name} says no to")
     if claim.layer is not None:
-        plain = plain_case(f"refused-{claim.name}", basis, **BATCHES["decode"])
+        plain = subject.plain_case(f"refused-{claim.name}", **BATCHES["decode"])
         case = replace(plain, **claim.layer)
         try:
             subject.layer(case)

@@ -15,7 +15,12 @@ from typing import Any, TypeVar
 import torch
 
 from attnkit.conformance.twin import TwinBackend, TwinImpl
-from attnkit.contract import AttentionType, CommonAttentionMetadata, CommonMetadataBuilder
+from attnkit.contract import (
+    AttentionBackend,
+    AttentionType,
+    CommonAttentionMetadata,
+    CommonMetadataBuilder,
+)
 from attnkit.errors import UnsupportedConfiguration
 
 Tensor = torch.Tensor
@@ -30,7 +35,7 @@ class Fault:
         caught_by: name of the check that must fail.
     """
 
-    backend: type[TwinBackend]
+    backend: type[AttentionBackend]
     caught_by: str
 
 

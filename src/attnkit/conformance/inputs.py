@@ -20,8 +20,9 @@ import numpy.typing as npt
 import torch
 
 from attnkit.batch import make_batch
+from attnkit.conformance.budget import Budget, budget_for
 from attnkit.conformance.case import Case
-from attnkit.conformance.oracle import Meaning, visible
+from attnkit.conformance.oracle import Answer, Array, Meaning, attend, visible
 from attnkit.contract import (
     AttentionBackend,
     AttentionSpec,
@@ -66,6 +67,16 @@ class WholeSequence(Tokens):
     """
 
     meaning: Meaning
+
+    def expected(self) -> tuple[Answer, Budget]:
+        """The oracle's answer for the request and how far from it a backend may be."""
+        answer = attend(float64(self.q), float64(self.k), float64(self.v), self.meaning)
+        return answer, budget_for(self.q, self.k, self.v, self.meaning, answer)
+
+
+def float64(x: torch.Tensor) -> Array:
+    """A tensor as the oracle takes it."""
+    return x.double().cpu().numpy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +134,13 @@ def sink_logits(case: Case) -> list[float] | None:
 
 
 def cache_scales(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """The layer's `_k_scale` and `_v_scale`: no powers of two, and different from each other."""
+    """The layer's `_k_scale` and `_v_scale`: no powers of two, and different from each other; rows of
+    latents have one for both parts."""
     k, v = torch.tensor(0.037), torch.tensor(0.19)
-    if not cache_format(case.kv_cache_dtype).reads_layer_scales:
+    if not case.stored.reads_layer_scales:
         return torch.ones(()), torch.ones(())
+    if case.is_latent:
+        return k, k
     if not case.per_head_scales:
         return k, v
     heads = 1.0 + torch.arange(case.num_kv_heads)
@@ -243,8 +257,8 @@ def context_of(inputs: Inputs) -> Inputs | None:
 def _is_logical(case: Case, kv_cache: torch.Tensor) -> bool:
     page = (case.num_kv_heads, case.block_size)
     dtype = kv_cache_torch_dtype(case.kv_cache_dtype, case.dtype)
-    name = case.kv_cache_dtype if case.kv_cache_dtype != "auto" else _PLAIN_NAMES[dtype]
-    num_bytes = cache_format(name).layout(case.head_size, case.value_size).num_bytes
+    stored = case.stored if case.kv_cache_dtype != "auto" else cache_format(_PLAIN_NAMES[dtype])
+    num_bytes = stored.layout(case.head_size, case.value_size).num_bytes
     content = kv_cache.shape[-1] * kv_cache.element_size()
     return kv_cache.shape[1:3] == page and content == num_bytes
 
@@ -261,8 +275,9 @@ def _random_tokens(case: Case, rng: np.random.Generator) -> list[Tokens]:
     k_shared, v_shared = draw(shared, heads, size), draw(shared, heads, size_v)
     result = []
     for q_len, kv_len in zip(case.query_lens, case.seq_lens, strict=True):
-        q = draw(q_len, case.num_heads, size, gain=case.query_gain)
-        k, v = draw(kv_len, heads, size), draw(kv_len, heads, size_v, gain=case.value_gain)
+        q = draw(q_len, case.num_heads, case.query_size, gain=case.query_gain)
+        k = draw(kv_len, heads, size, gain=case.value_gain if case.is_latent else 1.0)
+        v = draw(kv_len, heads, size_v, gain=case.value_gain)
         common = min(shared, kv_len)
         k[:common], v[:common] = k_shared[:common], v_shared[:common]
         result.append(Tokens(q=q, k=k, v=v))
@@ -276,7 +291,7 @@ def _step_tensors(
     nowhere hold a number that stands nowhere else: it shows if it is written over poison."""
     num_rows = case.num_tokens + case.padding_tokens
     query = torch.full(
-        (num_rows, case.num_heads, case.head_size), _poison(case.dtype, poison), dtype=case.dtype
+        (num_rows, case.num_heads, case.query_size), _poison(case.dtype, poison), dtype=case.dtype
     )
     key = torch.full((num_rows, case.num_kv_heads, case.head_size), UNWRITTEN, dtype=case.dtype)
     value = torch.full((num_rows, case.num_kv_heads, case.value_size), UNWRITTEN, dtype=case.dtype)
@@ -360,7 +375,7 @@ def contents(case: Case, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor
     Plain formats are K and V side by side, each number rounded once. How codes are made is the
     format's; where a token goes is computed here, not by the code under judgement.
     """
-    stored = cache_format(case.kv_cache_dtype)
+    stored = case.stored
     if stored.codec is None:
         dtype = kv_cache_torch_dtype(case.kv_cache_dtype, case.dtype)
         return torch.cat([key, value], dim=-1).to(dtype)
@@ -461,7 +476,7 @@ def _slot(ids: Sequence[int], position: int, block_size: int) -> int:
 
 def _as_cached(case: Case, s: WholeSequence) -> WholeSequence:
     """K and V as they are read back: through the cache's format, unless there is no cache."""
-    stored = cache_format(case.kv_cache_dtype)
+    stored = case.stored
     if case.is_cacheless:
         return s
     if stored.codec is None:

@@ -17,7 +17,6 @@ import torch
 
 from attnkit.batch import make_batch
 from attnkit.conformance.case import DTYPES, Case
-from attnkit.conformance.cases import plain_case
 from attnkit.conformance.checks import (
     BatchWatch,
     CacheWatch,
@@ -27,42 +26,28 @@ from attnkit.conformance.checks import (
     judge,
     run_and_judge,
 )
-from attnkit.conformance.inputs import UNWRITTEN, Inputs, WholeSequence
+from attnkit.conformance.inputs import UNWRITTEN, Inputs
 from attnkit.conformance.oracle import merge
 from attnkit.conformance.parts import key_pages, one_request, smaller_pages
 from attnkit.conformance.subject import LawBroken, NotClaimed, Result, Subject
 from attnkit.layer import Attention
+from attnkit.paged_layer import PagedLayer
 
 Law = Callable[[Subject], None]
 
 _MIXED = {"query_lens": (1, 9, 1, 21), "seq_lens": (49, 25, 16, 21)}
 """Decodes, a chunk and a whole prompt."""
 
-_VARIANTS = (
-    {},
-    {"sliding_window": 7},
-    {"sliding_window": 5, "freed_window": True},
-    {"sinks": True},
-    {"logits_soft_cap": 2.0},
-    {"alibi": True},
-    {"causal": False},
-    {"mm_prefix": True, "sliding_window": 7},
-)
-"""What a law is tried on beside the plain layer."""
-
-_CODED = ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8_per_token_head"})
-"""Caches of codes, with scales in the layer and beside the codes: for laws about pages and slots."""
-
 
 def _base(subject: Subject, **fields: Any) -> Case:
     """The plain case of a law; LSE where the backend can."""
-    basis = subject.basis()
-    return plain_case("law", basis, **{**_MIXED, "return_lse": basis.lse, **fields})
+    lse = subject.basis().lse
+    return subject.plain_case("law", **{**_MIXED, "return_lse": lse, **fields})
 
 
-def _claimed(
+def claimed(
     subject: Subject, base: Case | None = None, *, coded: bool = False
-) -> Iterator[tuple[Attention, Case]]:
+) -> Iterator[tuple[PagedLayer, Case]]:
     """Layers of the base case in every variant and dtype the backend takes.
 
     Args:
@@ -77,7 +62,9 @@ def _claimed(
     dtypes = [{"dtype": DTYPES[name]} for name in subject.basis().dtypes[1:2]]
     refusals: list[NotClaimed] = []
     num_taken = 0
-    for i, variant in enumerate((*_VARIANTS, *dtypes, *(_CODED if coded else ()))):
+    for i, variant in enumerate(
+        (*subject.law_variants, *dtypes, *(subject.coded_variants if coded else ()))
+    ):
         case = replace(base, name=f"{base.name}-{i}", **variant)
         try:
             layer = subject.layer(case)
@@ -92,7 +79,7 @@ def _claimed(
 
 def pages_do_not_matter(subject: Subject) -> None:
     """The same tokens on other pages give the same answer, bit for bit."""
-    for layer, case in _claimed(subject, coded=True):
+    for layer, case in claimed(subject, coded=True):
         first, _ = run_and_judge(subject, layer, subject.inputs(layer, case))
         for page_seed in (1, 2):
             other, _ = run_and_judge(
@@ -103,7 +90,7 @@ def pages_do_not_matter(subject: Subject) -> None:
 
 def unread_memory_does_not_matter(subject: Subject) -> None:
     """What stands in memory that no query sees never shows: NaN, inf, large, zero give equal bits."""
-    for layer, case in _claimed(subject, coded=True):
+    for layer, case in claimed(subject, coded=True):
         case = replace(case, padding_tokens=3, padding_reqs=1)
         results = []
         for poison in (math.nan, math.inf, 1e30, 0.0):
@@ -116,7 +103,7 @@ def unread_memory_does_not_matter(subject: Subject) -> None:
 
 def runs_are_repeatable(subject: Subject) -> None:
     """The same step twice gives the same bits."""
-    for layer, case in _claimed(subject):
+    for layer, case in claimed(subject):
         first = subject.run(layer, subject.inputs(layer, case))
         for _ in range(3):
             again = subject.run(layer, subject.inputs(layer, case))
@@ -126,7 +113,7 @@ def runs_are_repeatable(subject: Subject) -> None:
 def batch_mates_do_not_matter(subject: Subject) -> None:
     """A request alone answers as in a batch; to the bit if the backend claims batch invariance."""
     invariant = subject.backend.supports_batch_invariance()
-    for layer, case in _claimed(subject, coded=True):
+    for layer, case in claimed(subject, coded=True):
         inputs = subject.inputs(layer, case)
         together, _ = run_and_judge(subject, layer, inputs)
         starts = np.cumsum([0, *case.query_lens])
@@ -151,7 +138,7 @@ def order_of_requests_does_not_matter(subject: Subject) -> None:
             query_lens=tuple(lens[i][0] for i in order),
             seq_lens=tuple(lens[i][1] for i in order),
         )
-        for layer, case in _claimed(subject, base):
+        for layer, case in claimed(subject, base):
             run_and_judge(subject, layer, subject.inputs(layer, case))
 
 
@@ -159,7 +146,7 @@ def splitting_a_prompt_does_not_matter(subject: Subject) -> None:
     """A prompt in pieces ends in the same cache bytes and answers as in one."""
     length = 45
     base = _base(subject, query_lens=(length,), seq_lens=(length,))
-    for layer, case in _claimed(subject, base, coded=True):
+    for layer, case in claimed(subject, base, coded=True):
         if case.causal is not True:
             continue  # Without causality earlier pieces cannot see later ones.
         whole = subject.inputs(layer, case)
@@ -184,7 +171,7 @@ def splitting_a_prompt_does_not_matter(subject: Subject) -> None:
 def padding_does_not_matter(subject: Subject) -> None:
     """Padding requests and tokens change nothing and nothing is written for them, whether the batch
     counts them (a captured graph's batch) or not."""
-    for layer, case in _claimed(subject):
+    for layer, case in claimed(subject):
         padded_case = replace(case, padding_tokens=5, padding_reqs=3)
         run_and_judge(subject, layer, subject.inputs(layer, padded_case))
         inputs = subject.inputs(layer, padded_case)
@@ -203,7 +190,7 @@ def new_tokens_are_seen_once(subject: Subject) -> None:
     """With equal scores and value j at key j, a decode averages all keys, its own included."""
     lens = (1, 2, 16, 17, 40)
     base = _base(subject, query_lens=(1,) * len(lens), seq_lens=lens)
-    for layer, case in _claimed(subject, base):
+    for layer, case in claimed(subject, base):
         if case.alibi or case.sinks or case.sliding_window or not case.causal:
             continue
         inputs = subject.inputs(layer, case)
@@ -229,7 +216,7 @@ def new_tokens_are_seen_once(subject: Subject) -> None:
 def plans_are_not_remembered(subject: Subject) -> None:
     """One layer and its builder serve batch after batch, large and small."""
     shapes = [((80,), (80,)), ((4,), (84,)), ((1, 3), (90, 3)), ((1,) * 9, tuple(range(1, 10)))]
-    for layer, case in _claimed(subject):
+    for layer, case in claimed(subject):
         for query_lens, seq_lens in [*shapes, *shapes[::-1]]:
             step = replace(case, query_lens=query_lens, seq_lens=seq_lens)
             run_and_judge(subject, layer, subject.inputs(layer, step))
@@ -237,7 +224,7 @@ def plans_are_not_remembered(subject: Subject) -> None:
 
 def plan_follows_another_block_table(subject: Subject) -> None:
     """Where the builder can, a plan moved to other pages answers as one built for them."""
-    for layer, case in _claimed(subject):
+    for layer, case in claimed(subject):
         builder = layer.make_builder()
         if not builder.supports_update_block_table:
             raise NotClaimed("the builder says supports_update_block_table = False")
@@ -260,7 +247,7 @@ def block_size_does_not_matter(subject: Subject) -> None:
     base = _base(subject, block_size=big, query_lens=(1, 9), seq_lens=(200, 75))
     num_read = 0
     for small in (smallest, 2 * smallest):
-        for layer, case in _claimed(subject, base):
+        for layer, case in claimed(subject, base):
             try:
                 small_layer = subject.layer(replace(case, block_size=small))
             except NotClaimed:
@@ -330,7 +317,7 @@ def causality_is_per_request(subject: Subject) -> None:
 
 def strides_do_not_matter(subject: Subject) -> None:
     """q, k and v may be slices of one projection: rows further apart than they are long."""
-    for layer, case in _claimed(subject, coded=True):
+    for layer, case in claimed(subject, coded=True):
         inputs = subject.inputs(layer, case)
         heads, kv_heads, size = case.num_heads, case.num_kv_heads, case.head_size
         fused = torch.full(
@@ -351,9 +338,10 @@ def strides_do_not_matter(subject: Subject) -> None:
 
 def lse_is_float32_per_token_and_head(subject: Subject) -> None:
     """What the impl itself returns: its output buffer, and an LSE of float32 (num_tokens, num_heads)."""
-    for layer, case in _claimed(subject):
+    for layer, case in claimed(subject):
         if not layer.return_lse:
             raise NotClaimed("the backend returns no LSE")
+        assert isinstance(layer, Attention)
         inputs = subject.inputs(layer, case)
         subject.run(layer, inputs)  # The tokens are in the cache now.
         out = torch.empty_like(inputs.query[..., :1]).expand(-1, -1, layer.head_size_v).clone()
@@ -377,7 +365,7 @@ def lse_is_float32_per_token_and_head(subject: Subject) -> None:
 
 def the_users_path_is_the_same(subject: Subject) -> None:
     """`make_batch` and a call of the layer give what the kit's own batch and buffers gave."""
-    for layer, case in _claimed(subject):
+    for layer, case in claimed(subject):
         if case.freed_window:
             continue
         by_kit = subject.inputs(layer, case)
@@ -402,7 +390,7 @@ def the_users_path_is_the_same(subject: Subject) -> None:
 
 def shared_cache_is_only_read(subject: Subject) -> None:
     """A layer that shares another's cache reads that layer's tokens and writes nothing."""
-    for layer, case in _claimed(subject):
+    for layer, case in claimed(subject):
         inputs = subject.inputs(layer, case)
         run_and_judge(subject, layer, inputs)
         reader = subject.layer(case, kv_sharing_target_layer_name=layer.layer_name)
@@ -416,7 +404,7 @@ def shared_cache_is_only_read(subject: Subject) -> None:
 
 def profiling_writes_zeros(subject: Subject) -> None:
     """Without a plan a layer returns zeros and touches no cache."""
-    for layer, case in _claimed(subject):
+    for layer, case in claimed(subject):
         inputs = subject.inputs(layer, case)
         before = bits(inputs.kv_cache)
         answer = layer(inputs.query, inputs.key, inputs.value, inputs.kv_cache, None)
@@ -424,6 +412,7 @@ def profiling_writes_zeros(subject: Subject) -> None:
         if bool((out != 0).any()):
             raise LawBroken("the output of a profiling run is not zero")
         result = torch.full_like(out, math.nan)
+        assert isinstance(layer, Attention)
         if layer._passes_output:
             layer.impl.forward(
                 layer,
@@ -444,7 +433,7 @@ def profiling_writes_zeros(subject: Subject) -> None:
 
 def unwritten_slots_stay(subject: Subject) -> None:
     """Slot -1 writes nothing, wherever in the batch it stands."""
-    for layer, case in _claimed(subject, coded=True):
+    for layer, case in claimed(subject, coded=True):
         inputs = subject.inputs(layer, case)
         run_and_judge(subject, layer, inputs)  # The tokens are in the cache now.
         none = replace(
@@ -466,7 +455,7 @@ def the_device_has_the_last_word_on_lengths(subject: Subject) -> None:
     if not subject.backend.supports_device_cpu_query_lens_mismatch():
         raise NotClaimed("the backend says supports_device_cpu_query_lens_mismatch = False")
     base = _base(subject, query_lens=(1, 4, 3, 4), seq_lens=(41, 36, 50, 19))
-    for layer, case in _claimed(subject, base):
+    for layer, case in claimed(subject, base):
         if case.mm_prefix:
             continue  # Ranges are of prompts, whose lengths both sides know.
         inputs = subject.inputs(layer, case)
@@ -530,7 +519,7 @@ def _expect_close(got: torch.Tensor, want: float, what: str) -> None:
 
 
 def _run_in_pieces(
-    subject: Subject, layer: Attention, inputs: Inputs, pieces: tuple[int, ...]
+    subject: Subject, layer: PagedLayer, inputs: Inputs, pieces: tuple[int, ...]
 ) -> None:
     """One prompt in several steps through `make_batch`, every step judged."""
     case, whole = inputs.case, inputs.sequences[0]
@@ -556,7 +545,5 @@ def _run_in_pieces(
             value=inputs.value[rows],
             batch=batch,
         )
-        seen = WholeSequence(
-            q=whole.q[rows], k=whole.k[:done], v=whole.v[:done], meaning=whole.meaning
-        )
+        seen = replace(whole, q=whole.q[rows], k=whole.k[:done], v=whole.v[:done])
         judge((seen,), subject.run(layer, part))

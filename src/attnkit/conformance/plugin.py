@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnkit.conformance.subject import NotClaimed, Subject
-from attnkit.conformance.verify import Check, claimed_checks
+from attnkit.conformance.subject import NotClaimed
+from attnkit.conformance.verify import Check, claimed_checks, subject_of
 from attnkit.contract import AttentionBackend
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _checks(
     backend: str | type[AttentionBackend], device: torch.device | str, filter: str | None
 ) -> list[Check]:
-    checks = claimed_checks(Subject.of(backend, device))
+    checks = claimed_checks(subject_of(backend, device))
     return [check for check in checks if filter is None or filter in check.name]
 
 

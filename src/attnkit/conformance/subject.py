@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from attnkit.conformance.case import DTYPES, Basis, Case
+from attnkit.conformance.cases import plain_case
 from attnkit.conformance.inputs import (
     Inputs,
     Tokens,
@@ -30,12 +31,13 @@ from attnkit.contract import (
     AttentionType,
     CommonAttentionMetadata,
     CrossAttentionSpec,
+    DeviceCapability,
     MultipleOf,
     kv_cache_torch_dtype,
 )
 from attnkit.errors import BackendUnavailable, ConfigurationError, UnsupportedConfiguration
-from attnkit.kvcache.formats import cache_format
 from attnkit.layer import Attention
+from attnkit.paged_layer import PagedLayer
 from attnkit.selection import resolve
 
 
@@ -73,6 +75,24 @@ class Subject:
     backend: type[AttentionBackend]
     device: torch.device
     name: str
+
+    law_variants: ClassVar[tuple[dict[str, Any], ...]] = (
+        {},
+        {"sliding_window": 7},
+        {"sliding_window": 5, "freed_window": True},
+        {"sinks": True},
+        {"logits_soft_cap": 2.0},
+        {"alibi": True},
+        {"causal": False},
+        {"mm_prefix": True, "sliding_window": 7},
+    )
+    """Fields of a `Case` that laws are tried with, the plain layer first."""
+
+    coded_variants: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "int8_per_token_head"},
+    )
+    """Caches of codes, with scales in the layer and beside the codes: for laws about pages and slots."""
 
     @classmethod
     def of(
@@ -162,9 +182,17 @@ class Subject:
             layer = Attention(**{**arguments, **changes})
         except (UnsupportedConfiguration, ConfigurationError) as refusal:
             raise NotClaimed(str(refusal)) from refusal
-        if case.is_cacheless:
-            return layer
-        if cache_format(case.kv_cache_dtype).reads_layer_scales:
+        if not case.is_cacheless:
+            self.prepare_cache(layer, case)
+        return layer
+
+    def prepare_cache(self, layer: PagedLayer, case: Case) -> None:
+        """Give a layer the scales of its case.
+
+        Raises:
+            NotClaimed: the backend does not read pages of the case's size or layout.
+        """
+        if case.stored.reads_layer_scales:
             for name, scale in zip(("_k_scale", "_v_scale"), cache_scales(case), strict=True):
                 getattr(layer, name).copy_(scale)
             layer.process_weights_after_loading(case.dtype)
@@ -178,9 +206,21 @@ class Subject:
             raise NotClaimed(
                 f"KV cache layout {case.layout.name} is not supported (allowed: {allowed})"
             )
-        return layer
 
-    def spec(self, layer: Attention, case: Case) -> AttentionSpec | None:
+    def plain_case(self, name: str, **fields: Any) -> Case:
+        """A case of the basis; explicit fields win."""
+        return plain_case(name, self.basis(), **fields)
+
+    def plain_request(self) -> dict[str, Any]:
+        """Fields of an `AttentionRequest` for the plain layer this backend takes."""
+        basis = self.basis()
+        return {
+            "head_size": basis.head_size,
+            "dtype": DTYPES[basis.dtypes[0]],
+            "device_capability": DeviceCapability.of(self.device),
+        }
+
+    def spec(self, layer: PagedLayer, case: Case) -> AttentionSpec | None:
         """What the layer of a case keeps in the cache; None if it keeps nothing."""
         if case.attn_type is not AttentionType.ENCODER_DECODER:
             return layer.get_kv_cache_spec(case.block_size)
@@ -195,7 +235,7 @@ class Subject:
 
     def inputs(
         self,
-        layer: Attention,
+        layer: PagedLayer,
         case: Case,
         *,
         poison: float = math.nan,
@@ -222,7 +262,7 @@ class Subject:
         )
         if case.is_cacheless or inputs.is_logical:
             return inputs
-        quantised = cache_format(case.kv_cache_dtype).codec is not None
+        quantised = case.stored.codec is not None
         if quantised or case.freed_window or case.attn_type is not AttentionType.DECODER:
             raise NotClaimed("a cache in a shape of the backend's own is filled by the layer only")
         context = context_of(inputs)
@@ -230,7 +270,7 @@ class Subject:
             self.run(layer, context)
         return inputs
 
-    def plan(self, layer: Attention, inputs: Inputs, batch: CommonAttentionMetadata) -> Any:
+    def plan(self, layer: PagedLayer, inputs: Inputs, batch: CommonAttentionMetadata) -> Any:
         """What the backend's builder makes of a batch."""
         if layer.attn_type is not AttentionType.ENCODER_DECODER:
             return layer.build(batch)
@@ -243,7 +283,7 @@ class Subject:
 
     def run(
         self,
-        layer: Attention,
+        layer: PagedLayer,
         inputs: Inputs,
         *,
         batch: CommonAttentionMetadata | None = None,

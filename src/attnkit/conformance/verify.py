@@ -9,18 +9,24 @@ from __future__ import annotations
 import dataclasses
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from attnkit.conformance.case import Case
 from attnkit.conformance.cases import all_cases
 from attnkit.conformance.checks import Margin, check_case
 from attnkit.conformance.claims import all_claims, check_claim
 from attnkit.conformance.laws import LAWS
+from attnkit.conformance.mla.cases import all_mla_cases
+from attnkit.conformance.mla.claims import all_mla_claims
+from attnkit.conformance.mla.laws import MLA_LAWS
+from attnkit.conformance.mla.subject import MLASubject
 from attnkit.conformance.subject import LawBroken, NotClaimed, Subject
 from attnkit.contract import AttentionBackend
+from attnkit.selection import resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +145,7 @@ def verify(
     Raises:
         BackendError: there is no such backend, or it cannot run on this machine.
     """
-    subject = Subject.of(backend, device)
+    subject = subject_of(backend, device)
     started = time.perf_counter()
     checks = [c for c in all_checks(subject) if filter is None or filter in c.name]
     outcomes = []
@@ -155,26 +161,55 @@ def verify(
     )
 
 
+def subject_of(
+    backend: str | type[AttentionBackend], device: torch.device | str = "cpu"
+) -> Subject:
+    """The backend under judgement: an `MLASubject` if it reads latents.
+
+    Raises:
+        BackendError: there is no such backend, or it cannot run on this machine.
+    """
+    found = resolve(backend) if isinstance(backend, str) else backend
+    return (MLASubject if found.is_mla() else Subject).of(backend, device)
+
+
+def cases_of(subject: Subject) -> Sequence[Case]:
+    """The table of cases for such a backend."""
+    if isinstance(subject, MLASubject):
+        return all_mla_cases(subject.basis())
+    return all_cases(subject.basis())
+
+
 def all_checks(subject: Subject) -> tuple[Check, ...]:
     """Claims first (they are quick and explain the rest), then laws, then cases."""
-    claims = [
-        Check(name=f"claim:{claim.name}", run=lambda claim=claim: check_claim(subject, claim))
-        for claim in all_claims(subject.basis())
-    ]
-    laws = [
-        Check(name=f"law:{name}", run=lambda law=law: law(subject)) for name, law in LAWS.items()
-    ]
-    cases = [
-        Check(name=f"case:{case.name}", run=lambda case=case: check_case(subject, case))
-        for case in all_cases(subject.basis())
-    ]
-    return (*claims, *laws, *cases)
+    cases = cases_of(subject)
+    if isinstance(subject, MLASubject):
+        claims, laws = all_mla_claims(subject.basis()), MLA_LAWS
+    else:
+        claims, laws = all_claims(subject.basis()), LAWS
+    return (
+        *(
+            Check(
+                name=f"claim:{claim.name}",
+                run=lambda claim=claim: check_claim(subject, claim, cases),
+            )
+            for claim in claims
+        ),
+        *(
+            Check(name=f"law:{name}", run=lambda law=law: law(subject))
+            for name, law in laws.items()
+        ),
+        *(
+            Check(name=f"case:{case.name}", run=lambda case=case: check_case(subject, case))
+            for case in cases
+        ),
+    )
 
 
 def claimed_checks(subject: Subject) -> tuple[Check, ...]:
     """The checks without the cases that the backend refuses."""
     refused = set()
-    for case in all_cases(subject.basis()):
+    for case in cases_of(subject):
         try:
             subject.layer(case)
         except NotClaimed:

@@ -220,7 +220,9 @@ class BFloat16Codec(Codec):
         return 0
 
     def encode(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return x.to(torch.bfloat16).contiguous().view(torch.uint8)
+        # Not `contiguous`: it leaves the strides of an empty tensor as they are.
+        rows = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device).copy_(x)
+        return rows.view(torch.uint8)
 
     def decode(self, data: torch.Tensor, size: int, scale: torch.Tensor) -> torch.Tensor:
         return data.contiguous().view(torch.bfloat16).float()

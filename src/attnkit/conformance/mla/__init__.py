@@ -1,0 +1,1 @@
+"""The kit for backends over latents (MLA): cases, answers, laws and claims of their own."""

@@ -1,0 +1,143 @@
+"""Claims of a backend over latents: what its class says, held against what it then does.
+
+In: an `MLASubject`'s basis. Out: the claims of `conformance.claims`, for layers that keep latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attnkit.conformance.claims import Claim
+from attnkit.conformance.mla.case import MLABasis, MLACase
+from attnkit.conformance.mla.cases import SIZES
+from attnkit.contract import CACHE_DTYPES, AttentionBackend, AttentionType, MLADimensions
+
+
+def all_mla_claims(basis: MLABasis) -> tuple[Claim, ...]:
+    """Every flag of the contract that concerns latents.
+
+    Args:
+        basis: of the cases that show them.
+    """
+    return (*_features(), *_formats(), *_sizes(basis), *_refusals())
+
+
+def _features() -> list[Claim]:
+    return [
+        Claim(
+            name="LSE output",
+            made=lambda b: b.supports_lse(),
+            request={"return_lse": True},
+            layer={"return_lse": True},
+            shown_by=lambda c: c.return_lse,
+        ),
+        Claim(
+            name="batch invariance",
+            made=lambda b: b.supports_batch_invariance(),
+            request={"use_batch_invariant": True},
+            shown_by_law="batch_mates_do_not_matter",
+        ),
+        Claim(
+            name="query lengths decided on the device",
+            made=lambda b: b.supports_device_cpu_query_lens_mismatch(),
+            request={"use_adaptive_verification": True},
+            shown_by_law="the_device_has_the_last_word_on_lengths",
+        ),
+    ]
+
+
+def _formats() -> list[Claim]:
+    claims = []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        judged = dtype is not torch.float64
+        claims.append(
+            Claim(
+                name=f"dtype {str(dtype).removeprefix('torch.')}",
+                made=lambda b, dtype=dtype: b.supports_dtype(dtype),
+                request={"dtype": dtype},
+                layer={"dtype": dtype},
+                shown_by=(lambda c, dtype=dtype: c.dtype is dtype) if judged else None,
+            )
+        )
+    for name in CACHE_DTYPES:
+        claims.append(
+            Claim(
+                name=f"cache format {name}",
+                made=lambda b, name=name: b.supports_kv_cache_dtype(name),
+                request={"kv_cache_dtype": name},
+                layer={"kv_cache_dtype": name},
+                shown_by=lambda c, name=name: c.kv_cache_dtype == name,
+            )
+        )
+    return claims
+
+
+def _sizes(basis: MLABasis) -> list[Claim]:
+    def takes(backend: type[AttentionBackend], d: MLADimensions) -> bool:
+        if not backend.supports_head_size(d.latent_size):
+            return False
+        return backend.supports_mla_dimensions(d, "auto") is None
+
+    def has(case: Any, d: MLADimensions) -> bool:
+        return isinstance(case, MLACase) and case.dimensions == d
+
+    claims = [
+        Claim(
+            name=f"sizes {d}",
+            made=lambda b, d=d: takes(b, d),
+            request={"head_size": d.latent_size, "mla": d},
+            layer={
+                "head_size": d.kv_lora_rank,
+                "head_size_v": d.qk_rope_head_dim,
+                "qk_nope_head_dim": d.qk_nope_head_dim,
+                "v_head_dim": d.v_head_dim,
+            },
+            shown_by=lambda c, d=d: has(c, d),
+        )
+        for d in (basis.dimensions, *SIZES)
+    ]
+    claims += [
+        Claim(
+            name=f"block size {size}",
+            made=lambda b, size=size: b.supports_block_size(size),
+            request={"block_size": size},
+            layer={"block_size": size},
+            # Pages that an engine would split show a larger block.
+            shown_by=lambda c, size=size: size % c.block_size == 0,
+        )
+        for size in (1, 2, 3, 5, 8, 16, 24, 32, 48, 64, 100, 128, 160, 256)
+    ]
+    return claims
+
+
+def _refusals() -> list[Claim]:
+    """What layers over latents are not, or what this kit has no cases for: a no is checked, a yes
+    stays unjudged."""
+    flags: dict[str, tuple[Callable[[type[AttentionBackend]], bool], dict[str, Any]]] = {
+        "keys and values": (lambda b: not b.is_mla(), {"use_mla": False, "mla": None}),
+        "sparse attention": (lambda b: b.is_sparse(), {"use_sparse": True}),
+        "attention sinks": (lambda b: b.supports_sink(), {"has_sink": True}),
+        "sliding window": (lambda b: b.supports_sliding_window(), {"has_sliding_window": True}),
+        "ALiBi": (lambda b: b.supports_alibi(), {"use_alibi": True}),
+        "logits soft cap": (
+            lambda b: b.supports_logits_soft_cap(),
+            {"has_logits_soft_cap": True},
+        ),
+        "non-causal batches": (lambda b: b.supports_non_causal(), {"use_non_causal": True}),
+        "scales per head": (
+            lambda b: b.supports_per_head_quant_scales(),
+            {"use_per_head_quant_scales": True},
+        ),
+        "encoders": (
+            lambda b: b.supports_attn_type(AttentionType.ENCODER_ONLY.value),
+            {"attn_type": AttentionType.ENCODER_ONLY.value},
+        ),
+        "multimodal prefix": (lambda b: b.supports_mm_prefix(), {"use_mm_prefix": True}),
+        "R-SWA": (lambda b: b.supports_rswa(), {"use_rswa": True}),
+        "prefill context parallelism": (lambda b: b.supports_pcp(), {"use_pcp": True}),
+        "decode context parallelism": (lambda b: b.supports_dcp(), {"use_dcp": True}),
+    }
+    return [Claim(name=name, made=made, request=ask) for name, (made, ask) in flags.items()]

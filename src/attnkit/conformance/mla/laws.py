@@ -1,0 +1,211 @@
+"""Laws of attention over latents: those of dense attention that fit, and its own.
+
+In: an `MLASubject`. Out: as in `conformance.laws`. `MLA_LAWS` is the table.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from attnkit.conformance import laws
+from attnkit.conformance.checks import CacheWatch, bits, judge, run_and_judge
+from attnkit.conformance.inputs import Inputs
+from attnkit.conformance.laws import Law, claimed
+from attnkit.conformance.mla.case import MLACase
+from attnkit.conformance.mla.subject import MLASubject
+from attnkit.conformance.subject import LawBroken, NotClaimed, Result, Subject
+
+_LENS = {"query_lens": (1, 2, 5, 18), "seq_lens": (49, 33, 5, 70)}
+"""A decode, a verification, a prompt, a chunk."""
+
+
+def absorbed_is_expanded(subject: Subject) -> None:
+    """The same batch answers alike whether its requests count as decodes or as prefills."""
+    for num_drafts in (None, 1, 4, 30):
+        case = _base(subject, num_drafts=num_drafts)
+        layer = subject.layer(case)
+        run_and_judge(subject, layer, subject.inputs(layer, case))
+
+
+def workspace_does_not_matter(subject: Subject) -> None:
+    """Contexts that are expanded a page at a time, a few, or all at once answer alike."""
+    for workspace_pages in (1, 2, 3, 7, 1000):
+        case = _base(
+            subject,
+            query_lens=(3, 8, 4, 2),
+            seq_lens=(3 + 80, 8, 4 + 33, 2 + 16),
+            workspace_pages=workspace_pages,
+        )
+        layer = subject.layer(case)
+        run_and_judge(subject, layer, subject.inputs(layer, case))
+
+
+def strides_do_not_matter(subject: Subject) -> None:
+    """Latent and rotated part may be slices of one projection, heads of q of another."""
+    for layer, case in claimed(subject, _base(subject)):
+        assert isinstance(case, MLACase)
+        inputs = subject.inputs(layer, case)
+        rows, rank = inputs.key.shape[0], case.head_size
+        fused = torch.full(
+            (rows, 1, case.dimensions.latent_size + 3),
+            math.nan,
+            dtype=case.dtype,
+            device=subject.device,
+        )
+        heads = inputs.query.new_full((rows, case.num_heads + 1, case.query_size + 5), math.nan)
+        latent, rotated = fused[..., :rank], fused[..., rank : case.dimensions.latent_size]
+        query = heads[:, : case.num_heads, : case.query_size]
+        strided = replace(
+            inputs,
+            query=query.copy_(inputs.query),
+            key=latent.copy_(inputs.key),
+            value=rotated.copy_(inputs.value),
+        )
+        run_and_judge(subject, layer, strided)
+
+
+def lse_is_float32_per_token_and_head(subject: Subject) -> None:
+    """What the impl itself returns from both forwards: an LSE of float32 (num_tokens, num_heads)."""
+    case = _base(subject)
+    assert isinstance(subject, MLASubject)
+    layer = subject.layer(case)
+    if not layer.return_lse:
+        raise NotClaimed("the backend returns no LSE")
+    inputs = subject.inputs(layer, case)
+    plan = subject.plan(layer, inputs, inputs.batch)
+    subject.run(layer, inputs, plan=plan)  # The tokens are in the cache now.
+    d, cache = layer.dimensions, inputs.kv_cache[:, 0]
+    split = plan.num_decode_tokens
+    query = inputs.query.new_zeros(split, case.num_heads, d.latent_size)
+    out, lse = layer.impl.forward_mqa(query, cache, plan, layer)  # type: ignore[arg-type]
+    if out.shape != (split, case.num_heads, d.kv_lora_rank):
+        raise LawBroken(f"forward_mqa gave an output of shape {tuple(out.shape)}")
+    _expect_lse(lse, split, case, "forward_mqa")
+    rest = slice(split, case.num_tokens)
+    output = inputs.query.new_empty(case.num_tokens - split, case.num_heads * d.v_head_dim)
+    lse = layer.impl.forward_mha(
+        inputs.query[rest],
+        inputs.key[rest, 0],
+        inputs.value[rest],
+        cache,
+        plan,
+        layer._k_scale,
+        output,
+    )
+    _expect_lse(lse, case.num_tokens - split, case, "forward_mha")
+
+
+def profiling_writes_zeros(subject: Subject) -> None:
+    """Without a plan a layer returns zeros and touches no cache."""
+    for layer, case in claimed(subject, _base(subject)):
+        inputs = subject.inputs(layer, case)
+        before = bits(inputs.kv_cache)
+        answer = layer(inputs.query, inputs.key, inputs.value, inputs.kv_cache, None)
+        out = answer[0] if isinstance(answer, tuple) else answer
+        if bool((out != 0).any()):
+            raise LawBroken("the output of a profiling run is not zero")
+        if not torch.equal(bits(inputs.kv_cache), before):
+            raise LawBroken("a profiling run wrote to the cache")
+
+
+def unwritten_slots_stay(subject: Subject) -> None:
+    """Slot -1 writes nothing, wherever in the batch it stands; a prefill sees this step's latents even
+    so."""
+    for layer, case in claimed(subject, _base(subject)):
+        inputs = subject.inputs(layer, case)
+        run_and_judge(subject, layer, inputs)  # The tokens are in the cache now.
+        nowhere = torch.full_like(inputs.batch.slot_mapping, -1)
+        again = replace(inputs, batch=inputs.batch.replace(slot_mapping=nowhere))
+        cache = CacheWatch(again)
+        judge(inputs.sequences, subject.run(layer, again))
+        other = replace(again, key=again.key + 1, value=again.value - 1)
+        subject.run(layer, other)
+        cache.expect_only_new_tokens_written()
+
+
+def the_device_has_the_last_word_on_lengths(subject: Subject) -> None:
+    """Where drafts are moved between requests on the device, its `query_start_loc` counts, not the
+    host's: totals agree, rows of decodes may not."""
+    if not subject.backend.supports_device_cpu_query_lens_mismatch():
+        raise NotClaimed("the backend says supports_device_cpu_query_lens_mismatch = False")
+    lens = {"query_lens": (1, 4, 3, 4), "seq_lens": (41, 36, 50, 19)}
+    for layer, case in claimed(subject, _base(subject, num_drafts=3, **lens)):
+        if getattr(case, "num_drafts", None) != 3:
+            continue
+        inputs = subject.inputs(layer, case)
+        bound = inputs.batch.seq_lens.cpu() + 3
+        moved = inputs.batch.replace(
+            query_start_loc_cpu=torch.tensor([0, 4, 8, 11, 12], dtype=torch.int32),
+            seq_lens_cpu_upper_bound=bound,
+            max_seq_len=int(bound.max()),
+            is_prefilling=torch.zeros(case.num_reqs, dtype=torch.bool),
+        )
+        run_and_judge(subject, layer, replace(inputs, batch=moved))
+
+
+def padding_rows_are_zero(subject: Subject) -> None:
+    """Rows that the batch counts and no request owns come out zero: an
+    engine that looks at the whole output of a captured graph must not find NaN there."""
+    for num_drafts in (None, 30):
+        case = _base(subject, num_drafts=num_drafts, padding_tokens=5, padding_reqs=3)
+        layer = subject.layer(case)
+        inputs = subject.inputs(layer, case)
+        counted = replace(
+            inputs,
+            batch=inputs.batch.replace(num_actual_tokens=inputs.query.shape[0]),
+            query=torch.nan_to_num(inputs.query),
+        )
+        result = subject.run(layer, counted)
+        judge(counted.sequences, result)
+        _expect_zero_padding(counted, result)
+
+
+def _expect_zero_padding(inputs: Inputs, result: Result) -> None:
+    padding = result.out[inputs.case.num_tokens :]
+    if bool((padding != 0).any()):
+        raise LawBroken("output rows of padding tokens that the batch counts are not zero")
+
+
+def _expect_lse(lse: torch.Tensor | None, num_rows: int, case: MLACase, of: str) -> None:
+    shape = (num_rows, case.num_heads)
+    if lse is None or lse.shape != shape or lse.dtype != torch.float32:
+        what = "none" if lse is None else f"{lse.dtype} {tuple(lse.shape)}"
+        raise LawBroken(f"the LSE of {of} is {what}, not float32 {shape}")
+
+
+def _base(subject: Subject, **fields: object) -> MLACase:
+    lse = subject.basis().lse
+    case = subject.plain_case("law", **{**_LENS, "return_lse": lse, **fields})
+    assert isinstance(case, MLACase)
+    return case
+
+
+MLA_LAWS: dict[str, Law] = {
+    law.__name__: law
+    for law in (
+        laws.pages_do_not_matter,
+        laws.unread_memory_does_not_matter,
+        laws.runs_are_repeatable,
+        laws.batch_mates_do_not_matter,
+        laws.order_of_requests_does_not_matter,
+        laws.splitting_a_prompt_does_not_matter,
+        laws.padding_does_not_matter,
+        laws.plans_are_not_remembered,
+        laws.plan_follows_another_block_table,
+        laws.block_size_does_not_matter,
+        laws.parts_merge_by_their_lse,
+        laws.the_users_path_is_the_same,
+        unwritten_slots_stay,
+        absorbed_is_expanded,
+        workspace_does_not_matter,
+        strides_do_not_matter,
+        lse_is_float32_per_token_and_head,
+        profiling_writes_zeros,
+        the_device_has_the_last_word_on_lengths,
+        padding_rows_are_zero,
+    )
+}
+"""Name -> law, in the order they are checked."""

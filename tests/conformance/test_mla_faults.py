@@ -1,0 +1,32 @@
+"""The judge of latents can fail: each seeded mistake is caught by the check that is about it, which
+the twin without the mistake passes."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from attnkit.conformance.faults import Fault
+from attnkit.conformance.mla.faults import MLA_FAULTS
+from attnkit.conformance.mla.twin import TwinMLABackend
+from attnkit.conformance.verify import Check, all_checks, outcome_of, subject_of, verify
+from attnkit.contract import AttentionBackend
+
+
+@functools.cache
+def checks(backend: type[AttentionBackend]) -> dict[str, Check]:
+    return {check.name: check for check in all_checks(subject_of(backend))}
+
+
+@pytest.mark.parametrize("fault", MLA_FAULTS.values(), ids=MLA_FAULTS)
+def test_each_mistake_is_caught_by_its_check(fault: Fault) -> None:
+    outcome = outcome_of(checks(fault.backend)[fault.caught_by])
+    assert outcome.status == "failed", outcome
+    checks(TwinMLABackend)[fault.caught_by].run()
+
+
+def test_the_twin_passes_everything_it_claims() -> None:
+    report = verify(TwinMLABackend)
+    assert report.ok, str(report)
+    assert report.num_cases >= 250
