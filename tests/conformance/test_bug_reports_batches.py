@@ -115,7 +115,8 @@ LACKED: dict[str, dict[str, object]] = {
     "dtype_float64": {"dtype": torch.float64},
     "cache_format": {"kv_cache_dtype": "fp8_ds_mla"},
     "mla": {"use_mla": True},
-    "two_at_once": {"use_mla": True, "dtype": torch.float64},
+    "sparse": {"use_sparse": True},
+    "two_at_once": {"use_sparse": True, "dtype": torch.float64},
 }
 
 
@@ -132,6 +133,10 @@ def test_br114_asked_for_by_name_it_runs_or_raises_every_reason(
     assert subject.name in str(refusal.value)
     assert all(reason in str(refusal.value) for reason in reasons)
     assert refusal.value.reasons == reasons
+    if "use_mla" in lacked:
+        # Left to itself, selection looks among the backends over latents.
+        assert select(request, environ={}).backend.is_mla()
+        return
     with pytest.raises(UnsupportedConfiguration) as none_at_all:
         select(request, environ={})
     assert subject.name in str(none_at_all.value)
