@@ -18,6 +18,7 @@ from attnkit.selection import AttentionRequest, Selection, backend_names, regist
 
 if TYPE_CHECKING:
     from attnkit.integrations import hf
+    from attnkit.runner.embed import Embedder
     from attnkit.runner.llm import LLM
     from attnkit.runner.sampling_params import SamplingParams
 
@@ -27,6 +28,7 @@ __all__ = [
     "LLM",
     "Attention",
     "AttentionRequest",
+    "Embedder",
     "PagedKVCache",
     "SamplingParams",
     "Selection",
@@ -45,6 +47,10 @@ def __getattr__(name: str) -> Any:
         from attnkit.runner.llm import LLM
 
         return LLM
+    if name == "Embedder":
+        from attnkit.runner.embed import Embedder
+
+        return Embedder
     if name == "SamplingParams":
         from attnkit.runner.sampling_params import SamplingParams
 

@@ -95,7 +95,9 @@ class _CallRecorder:
         return query.new_zeros(1, num_tokens, num_heads, value.shape[-1])
 
 
-def discover_layers(model: nn.Module, max_model_len: int) -> tuple[LayerFacts, ...]:
+def discover_layers(
+    model: nn.Module, max_model_len: int, *, encoder: bool = False
+) -> tuple[LayerFacts, ...]:
     """Probe `model`, whose attention implementation is `hook.PROBE`.
 
     Two passes of six tokens. In the second the tokens and positions are shuffled together and one
@@ -104,8 +106,9 @@ def discover_layers(model: nn.Module, max_model_len: int) -> tuple[LayerFacts, .
     `position_ids`; in a packed stream that would leak one request into another.
 
     Args:
-        model: a transformers causal language model in eval mode.
+        model: a transformers causal language model in eval mode, or an encoder.
         max_model_len: masks are read up to this position.
+        encoder: its layers must see both directions; else none may.
 
     Raises:
         ModelError: the model cannot be driven.
@@ -115,7 +118,7 @@ def discover_layers(model: nn.Module, max_model_len: int) -> tuple[LayerFacts, .
     vocab_size = _embedding_rows(model)
     ids = torch.arange(_NUM_PROBE_TOKENS, device=device) * 7 % vocab_size
     positions = torch.arange(_NUM_PROBE_TOKENS, device=device)
-    first, first_logits = _probe(model, ids, positions)
+    first, first_output = _probe(model, ids, positions)
     if not first:
         raise ModelError(
             f"{kind} does not call transformers' attention interface, so attnkit cannot take its "
@@ -125,10 +128,10 @@ def discover_layers(model: nn.Module, max_model_len: int) -> tuple[LayerFacts, .
     changed = 2  # a row of the shuffled batch
     shuffled = ids[order]
     shuffled[changed] = (shuffled[changed] + 1) % vocab_size
-    second, second_logits = _probe(model, shuffled, positions[order])
+    second, second_output = _probe(model, shuffled, positions[order])
     kept = torch.tensor([r for r in range(_NUM_PROBE_TOKENS) if r != changed], device=device)
     _check_tokens_are_independent(kind, first, second, order, kept)
-    _check_rows(kind, "its logits", first_logits[order], second_logits, kept)
+    _check_rows(kind, "the output", first_output[order], second_output, kept)
 
     names = {module: name for name, module in model.named_modules()}
     facts = []
@@ -142,7 +145,7 @@ def discover_layers(model: nn.Module, max_model_len: int) -> tuple[LayerFacts, .
                 "does not support; use another model"
             )
         seen.add(call.module)
-        facts.append(layer_facts(kind, name, call, max_model_len, windows))
+        facts.append(layer_facts(kind, name, call, max_model_len, windows, encoder=encoder))
     return tuple(facts)
 
 
@@ -157,7 +160,7 @@ def _probe(
     recorder = _CallRecorder()
     with torch.inference_mode(), hook.recording(recorder):
         output = model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
-    return recorder.calls, output.logits[0]
+    return recorder.calls, output[0][0]  # logits, or an encoder's hidden states
 
 
 def _check_tokens_are_independent(
@@ -201,7 +204,13 @@ def _check_rows(
 
 
 def layer_facts(
-    kind: str, name: str, call: AttentionCall, max_model_len: int, windows: dict[int, int | None]
+    kind: str,
+    name: str,
+    call: AttentionCall,
+    max_model_len: int,
+    windows: dict[int, int | None],
+    *,
+    encoder: bool = False,
 ) -> LayerFacts:
     """What a call says of its layer.
 
@@ -211,6 +220,7 @@ def layer_facts(
         call: the layer's first.
         max_model_len: masks are read up to this position.
         windows: by the id of a mask, what has been read of it; grows.
+        encoder: it must see both directions.
 
     Raises:
         ModelError: attnkit does not know what the layer asks for.
@@ -219,9 +229,14 @@ def layer_facts(
     where = f"{kind}: layer {name}"
     if options.get("dropout"):
         raise ModelError(f"{where} uses dropout {options['dropout']}; put the model in eval mode")
-    if options.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
+    is_causal = options.get("is_causal")
+    is_causal = getattr(call.module, "is_causal", True) if is_causal is None else is_causal
+    if encoder and is_causal is not False:
+        raise ModelError(f"{where} is causal; use attnkit.LLM for decoders")
+    if not encoder and is_causal is False:
         raise ModelError(
-            f"{where} is bidirectional (is_causal False); attnkit's runner drives causal decoders"
+            f"{where} is bidirectional (is_causal False); attnkit.LLM drives causal decoders: use "
+            "attnkit.Embedder for encoders"
         )
     unknown = sorted(
         key
@@ -233,7 +248,7 @@ def layer_facts(
             f"{where} passes {', '.join(unknown)} to its attention function, whose effect attnkit does "
             "not know; use another model"
         )
-    window = _window(where, call, max_model_len, windows)
+    window = _window(where, call, max_model_len, windows, encoder)
     scale = options.get("scaling")
     num_heads, head_size = call.query.shape[1], call.query.shape[3]
     sinks = options.get("s_aux")
@@ -253,9 +268,14 @@ def layer_facts(
 
 
 def _window(
-    where: str, call: AttentionCall, max_model_len: int, windows: dict[int, int | None]
+    where: str,
+    call: AttentionCall,
+    max_model_len: int,
+    windows: dict[int, int | None],
+    encoder: bool,
 ) -> int | None:
-    """The window that the model's own mask function describes; it must be causal or causal-window.
+    """The window that the model's own mask function describes; beside it the mask must be causal, or in
+    an encoder see both directions alike.
 
     The mask is what transformers' eager attention obeys. `sliding_window` in the call is what its
     flash kernels obey. Where they differ transformers contradicts itself, and the layer is refused.
@@ -268,7 +288,8 @@ def _window(
         )
     key = id(call.mask)
     if key not in windows:
-        windows[key] = _window_of_mask(where, mask_function, max_model_len)
+        read = _reach_of_mask if encoder else _window_of_mask
+        windows[key] = read(where, mask_function, max_model_len)
     window = windows[key]
     said = call.options.get("sliding_window")
     said = None if said is None or said >= max_model_len else int(said)
@@ -280,22 +301,49 @@ def _window(
     return window
 
 
+def _reach_of_mask(
+    where: str, mask_function: Callable[..., torch.Tensor], max_model_len: int
+) -> int | None:
+    """For an encoder: W where a query sees keys at a distance below W on both sides; None: all."""
+    middle = max_model_len // 2
+    seen = {
+        q: _visible(where, mask_function, q, max_model_len) for q in (0, middle, max_model_len - 1)
+    }
+    reach = int(seen[0].sum())
+    keys = torch.arange(max_model_len)
+    for query, visible in seen.items():
+        if not bool((visible == ((keys - query).abs() < reach)).all()):
+            raise ModelError(
+                f"{where} has a mask that is neither open nor a window of one width on both sides (the "
+                f"query at position {query} sees keys {_ranges(visible)}); attnkit does not support it: "
+                "use another model"
+            )
+    return None if reach == max_model_len else reach
+
+
+def _visible(
+    where: str, mask_function: Callable[..., torch.Tensor], query: int, max_model_len: int
+) -> torch.Tensor:
+    """bool (max_model_len,): the keys that the query at a position sees."""
+    zero = torch.zeros((), dtype=torch.long)
+    keys = torch.arange(max_model_len)
+    try:
+        return mask_function(zero, zero, torch.tensor(query), keys).expand(max_model_len)
+    except (IndexError, RuntimeError) as error:
+        raise ModelError(
+            f"{where} has a mask that depends on more than positions ({error}); attnkit's runner "
+            "does not support it: use another model"
+        ) from error
+
+
 def _window_of_mask(
     where: str, mask_function: Callable[..., torch.Tensor], max_model_len: int
 ) -> int | None:
-    zero = torch.zeros((), dtype=torch.long)
-    keys = torch.arange(max_model_len)
     powers = [1 << n for n in range(max_model_len.bit_length())]
     queries = {max_model_len - 1, *(p + d for p in powers for d in (-1, 0, 1))}
     widths = {}
     for query in sorted(q for q in queries if q < max_model_len):
-        try:
-            visible = mask_function(zero, zero, torch.tensor(query), keys).expand(max_model_len)
-        except (IndexError, RuntimeError) as error:
-            raise ModelError(
-                f"{where} has a mask that depends on more than positions ({error}); attnkit's runner "
-                "does not support it: use another model"
-            ) from error
+        visible = _visible(where, mask_function, query, max_model_len)
         width = int(visible.sum())
         widths[query] = width
         if width == 0 or not bool(visible[query + 1 - width : query + 1].all()):

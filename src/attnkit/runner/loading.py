@@ -37,10 +37,38 @@ def load_model(
     """
     import transformers
 
+    kind = "a causal language model"
+    return _load(transformers.AutoModelForCausalLM, kind, checkpoint, dtype, device)
+
+
+def load_encoder(
+    checkpoint: Checkpoint, dtype: str | torch.dtype, device: torch.device
+) -> tuple[Any, torch.dtype]:
+    """Load an encoder without a head; arguments, result and errors as in `load_model`.
+
+    A pooler may be missing: many checkpoints have none, and hidden states do not pass through it.
+    """
+    import transformers
+
+    auto = transformers.AutoModel
+    return _load(auto, "an encoder", checkpoint, dtype, device, optional="pooler.")
+
+
+def _load(
+    auto: Any,
+    kind: str,
+    checkpoint: Checkpoint,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    optional: str | None = None,
+) -> tuple[Any, torch.dtype]:
+    """Load with a class of transformers; weights whose names start with `optional` may be missing."""
+    import transformers
+
     chosen = _dtype(checkpoint, dtype, device)
     try:
         with _quiet_loading():
-            outcome: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            outcome: Any = auto.from_pretrained(
                 checkpoint.source,
                 dtype=chosen,
                 output_loading_info=True,
@@ -48,10 +76,13 @@ def load_model(
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelError(
-            f"{checkpoint.source} cannot be loaded as a causal language model: {error}; give another "
+            f"{checkpoint.source} cannot be loaded as {kind}: {error}; give another "
             f"model, or a transformers newer than {transformers.__version__}"
         ) from error
     model, report = outcome
+    if optional is not None:
+        missing = [n for n in report.get("missing_keys", ()) if not n.startswith(optional)]
+        report = {**report, "missing_keys": missing}
     check_loading_report(checkpoint.source, type(model).__name__, report)
     return model.to(device), chosen
 

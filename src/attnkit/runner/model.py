@@ -9,8 +9,7 @@ own and no cache.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,14 +27,22 @@ from attnkit.contract import (
     SchedulerConfig,
     VllmConfig,
 )
-from attnkit.errors import ConfigurationError, ModelError
+from attnkit.errors import ConfigurationError
 from attnkit.kvcache.groups import KVCachePlan, plan_kv_cache
 from attnkit.kvcache.pool import PagedKVCache
 from attnkit.layer import Attention
 from attnkit.runner import hook
 from attnkit.runner.checkpoint import resolve_checkpoint
-from attnkit.runner.discovery import LayerFacts, discover_layers
+from attnkit.runner.discovery import LayerFacts
 from attnkit.runner.loading import load_model
+from attnkit.runner.takeover import (
+    attention_names,
+    explain_layers,
+    left_alone_on_error,
+    probe,
+    restore_attention,
+    set_attention,
+)
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
@@ -84,27 +91,24 @@ class PackedModel:
         self.model = model.eval()
         self.device = next(model.parameters()).device
         self.max_model_len = max_model_len_of(model, max_model_len)
-        self._previous = _attention_names(model)
-        with _left_alone_on_error(model):
-            facts = _probe(model, self.max_model_len)
+        self._previous = attention_names(model)
+        with left_alone_on_error(model):
+            facts = probe(model, self.max_model_len)
             self._build(facts, backend, block_size, max_num_seqs, max_num_batched_tokens)
-            _set_attention(model, hook.RUN)
+            set_attention(model, hook.RUN)
         for fact in facts:
             hook.attach(fact.module, self.layers[fact.name])
         self._modules = [fact.module for fact in facts]
 
     def explain(self) -> str:
         """Which backend runs which layers, and why not the others."""
-        kinds: dict[str, list[str]] = {}
-        for name, layer in self.layers.items():
-            kinds.setdefault(str(layer.selection), []).append(name)
-        return "\n".join(f"{_count(names)}: {record}" for record, names in kinds.items())
+        return explain_layers(self.layers)
 
     def release(self) -> None:
         """Give the model its former attention back."""
         for module in self._modules:
             hook.detach(module)
-        _restore_attention(self._previous)
+        restore_attention(self._previous)
 
     def _build(
         self,
@@ -263,44 +267,7 @@ def load_layer_facts(model: str | None, dtype: torch.dtype) -> tuple[LayerFacts,
         ModelError: it cannot be found, loaded or driven.
     """
     loaded, _ = load_model(resolve_checkpoint(model), dtype, torch.device("cpu"))
-    return _probe(loaded.eval(), max_model_len_of(loaded, None))
-
-
-def _probe(model: Any, max_model_len: int) -> tuple[LayerFacts, ...]:
-    hook.register()
-    _set_attention(model, hook.PROBE)
-    return discover_layers(model, max_model_len)
-
-
-def _attention_names(model: Any) -> list[tuple[Any, Any]]:
-    """Each configuration in the model, outer ones first, and the attention it names."""
-    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    return [(c, c._attn_implementation) for c in configs if hasattr(c, "_attn_implementation")]
-
-
-def _restore_attention(names: list[tuple[Any, Any]]) -> None:
-    for config, name in names:
-        config._attn_implementation = name
-
-
-@contextmanager
-def _left_alone_on_error(model: Any) -> Iterator[None]:
-    names = _attention_names(model)
-    try:
-        yield
-    except BaseException:
-        _restore_attention(names)
-        raise
-
-
-def _set_attention(model: Any, name: str) -> None:
-    try:
-        model.set_attn_implementation(name)
-    except (AttributeError, ValueError) as error:
-        raise ModelError(
-            f"{type(model).__name__} does not let its attention be replaced ({error}); use a model of "
-            "transformers' own classes"
-        ) from error
+    return probe(loaded.eval(), max_model_len_of(loaded, None))
 
 
 def max_model_len_of(model: Any, given: int | None) -> int:
@@ -371,7 +338,3 @@ def plan_key(layer: Attention) -> tuple[Any, ...]:
         layer.head_size_v,
         layer.sliding_window,
     )
-
-
-def _count(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more layers"
