@@ -65,22 +65,3 @@ class OwnLinear(nn.Linear):
 def test_other_classes_stay_as_they_are() -> None:
     model = nn.Sequential(OwnLinear(8, 8, dtype=torch.bfloat16))
     assert pack_linears(model) == 0
-
-
-@pytest.mark.parametrize("dtype", PACKABLE[:1])
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_graph_sees_one_node(dtype: torch.dtype, bias: bool) -> None:
-    torch.manual_seed(0)
-    packed = PackedLinear(nn.Linear(24, 40, bias=bias, dtype=dtype).requires_grad_(False))
-    x = torch.randn(1, 7, 24, dtype=dtype)
-    graphs = []
-
-    def keep(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
-        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
-        return graph
-
-    with torch.inference_mode():
-        compiled = torch.compile(packed, backend=keep, fullgraph=True, dynamic=True)
-        torch.testing.assert_close(compiled(x), packed(x), rtol=0, atol=0)
-    assert torch.ops.attnkit.packed_linear in graphs[0]
-    torch.library.opcheck(torch.ops.attnkit.packed_linear, (x, 40, packed._handle))

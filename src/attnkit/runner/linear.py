@@ -7,9 +7,6 @@ sorts such a weight anew in every call, which takes as long as a decode step's p
 
 from __future__ import annotations
 
-import itertools
-from weakref import WeakValueDictionary
-
 import torch
 from torch import nn
 
@@ -17,12 +14,8 @@ _HINT_ROWS = 16
 """Rows the packing is chosen for: decode steps, where a weight is read for few rows."""
 
 
-_COUNTER = itertools.count()
-_LINEARS: WeakValueDictionary[str, PackedLinear] = WeakValueDictionary()
-
-
 class PackedLinear(nn.Module):
-    """y = x W^T + b with W packed for oneDNN. For inference alone.
+    """y = x W^T + b with W packed for oneDNN. For inference; torch.compile packs by itself.
 
     Attributes:
         weight: (out_features, in_features); its shape and dtype can be read, its values not.
@@ -35,15 +28,8 @@ class PackedLinear(nn.Module):
         packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _HINT_ROWS)
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = linear.bias
-        self._handle = str(next(_COUNTER))
-        _LINEARS[self._handle] = self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return torch.ops.attnkit.packed_linear(x, self.out_features, self._handle)
-        return self._product(x)
-
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
     def extra_repr(self) -> str:
@@ -75,18 +61,3 @@ def is_packable(weight: torch.Tensor) -> bool:
     if weight.dtype is torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return weight.dtype is torch.float16 and torch.ops.mkldnn._is_mkldnn_fp16_supported()
-
-
-def _packed_linear(x: torch.Tensor, out_features: int, handle: str) -> torch.Tensor:
-    return _LINEARS[handle]._product(x)
-
-
-def _packed_linear_fake(x: torch.Tensor, out_features: int, handle: str) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], out_features)
-
-
-# A graph cannot hold a packed weight, but a string by which to find it.
-_LIBRARY = torch.library.Library("attnkit", "FRAGMENT")
-_LIBRARY.define("packed_linear(Tensor x, int out_features, str handle) -> Tensor")
-_LIBRARY.impl("packed_linear", _packed_linear, "CPU")
-torch.library.register_fake("attnkit::packed_linear", _packed_linear_fake, lib=_LIBRARY)

@@ -30,6 +30,10 @@ Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = Mapping[str, Any]
 Progress: TypeAlias = Callable[[int, int, int], None]
 
+_COMPILE_OPTIONS: dict[str, Any] = {"freezing": True, "cpp.enable_concat_linear": True}
+"""Of Inductor on a CPU: weights are constants, packed once, and those with one input joined (q, k and
+v). On two cores 16 prompts in bfloat16 ran at 450 tokens/s with them and at 300 to 390 without."""
+
 
 class LLM:
     """A model that generates.
@@ -79,7 +83,7 @@ class LLM:
                 chunks. None: 2048 on a CPU, 8192 on a GPU.
             enable_prefix_caching: compute a beginning that prompts share once.
             compile: let torch.compile fuse what lies between weights and attention. The first
-                steps take a minute or more, less where torch finds its cache from an earlier run.
+                steps take minutes, and on a CPU packed copies of the weights stay in memory.
             seed: of requests whose SamplingParams have none.
             debug_poison: fill fresh and freed pages with NaN.
             notice: called with a line of text before something slow (converting a GGUF file).
@@ -95,7 +99,8 @@ class LLM:
         self.name = checkpoint.name
         self.model_path: Path = checkpoint.path
         loaded, self.dtype = load_model(checkpoint, dtype, where)
-        pack_linears(loaded)
+        if not compile:
+            pack_linears(loaded)
         tokens = max_num_batched_tokens
         tokens = (2048 if where.type == "cpu" else 8192) if tokens is None else tokens
         seqs = min(256, tokens) if max_num_seqs is None else max_num_seqs
@@ -108,7 +113,7 @@ class LLM:
             max_num_batched_tokens=tokens,
         )
         if compile:
-            loaded.compile(dynamic=True)
+            loaded.compile(dynamic=True, options=_COMPILE_OPTIONS if where.type == "cpu" else None)
         self._tokenizer: Any = None
         self._tokenizer_error: ModelError | None = None
         try:
