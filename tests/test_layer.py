@@ -541,6 +541,37 @@ def test_a_batch_with_a_mask_that_the_layer_was_not_built_for_is_not_planned() -
     with pytest.raises(BatchError, match="use_mm_prefix=True"):
         _layer().build(batch)
     _layer("reference", use_mm_prefix=True).build(batch)
+    plain = make_batch([5], [5], [[3, 8]], BLOCK)
+    batch = make_batch([5], [5], [[3, 8]], BLOCK, rswa_prefix_lens=[2])
+    with pytest.raises(BatchError, match=r"has rswa_prefix_lens, and .* built without use_rswa"):
+        _layer("reference", sliding_window=3).build(batch)
+    layer = _layer("reference", sliding_window=3, use_rswa=True)
+    with pytest.raises(BatchError, match=r"no rswa_prefix_lens, and .* built with use_rswa"):
+        layer.build(plain)
+    layer.build(batch)
+    _layer("reference").build(batch)  # Without a window there is nothing to except it from.
+
+
+@pytest.mark.parametrize(
+    ("prefix_lens", "named"),
+    [
+        (torch.tensor([6], dtype=torch.int32), "row 0 is 6, and the request has 5 tokens"),
+        (torch.tensor([-1], dtype=torch.int32), "row 0 is -1"),
+        (
+            torch.tensor([2, 2], dtype=torch.int32),
+            r"of shape \(2,\); give torch.int32 of shape \(1,\)",
+        ),
+        (torch.tensor([2]), "torch.int64 of shape"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_prefix_that_is_no_part_of_its_request_is_not_planned(
+    backend: str, prefix_lens: torch.Tensor, named: str
+) -> None:
+    layer = _layer(backend, sliding_window=3, use_rswa=True)
+    batch = make_batch([5], [5], [[3, 8]], BLOCK).replace(rswa_prefix_lens=prefix_lens)
+    with pytest.raises(BatchError, match=named):
+        layer.build(batch)
 
 
 @pytest.mark.parametrize(
@@ -569,6 +600,7 @@ def test_a_batch_with_a_mask_that_the_layer_was_not_built_for_is_not_planned() -
             {"attn_type": "encoder_only", "use_mm_prefix": True},
             "use_mm_prefix is for decoder layers",
         ),
+        ({"use_rswa": True}, "use_rswa is for decoder layers with a sliding_window"),
     ],
 )
 @pytest.mark.parametrize("backend", ["auto", Recording])

@@ -12,7 +12,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from attnkit.contract import CommonAttentionMetadata, DeviceCapability, check_ranges
+from attnkit.contract import (
+    CommonAttentionMetadata,
+    DeviceCapability,
+    check_prefix_lens,
+    check_ranges,
+)
 from attnkit.errors import BatchError
 from attnkit.upload import Upload
 
@@ -29,6 +34,7 @@ def make_batch(
     causal: bool | torch.Tensor = True,
     is_prefilling: Sequence[bool] | None = None,
     mm_req_doc_ranges: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    rswa_prefix_lens: Sequence[int] | None = None,
 ) -> CommonAttentionMetadata:
     """Describe a batch of requests.
 
@@ -45,11 +51,13 @@ def make_batch(
         mm_req_doc_ranges: request -> (first, last) positions, both inside: a query in a range sees all
             keys of it, later ones too, as images in a prompt do. Ranges do not overlap and lie inside
             the request's `seq_lens`: a range is computed in one step.
+        rswa_prefix_lens: how many first tokens of each request all its later ones see, in layers with
+            `use_rswa`; at most `seq_lens`.
 
     Raises:
         BatchError: lengths contradict each other, a block table is too short or has a bad id, or
             two tokens would be written to one place; or a range is reversed, overlaps another or is not
-            inside its request.
+            inside its request; or a prefix is longer than its request.
         ConfigurationError: there is no such device.
     """
     DeviceCapability.of(device)
@@ -82,6 +90,10 @@ def make_batch(
     if mm_req_doc_ranges is not None:
         ranges = {int(r): [(int(a), int(b)) for a, b in v] for r, v in mm_req_doc_ranges.items()}
         check_ranges(ranges, seqs.tolist())
+    prefixes = None
+    if rswa_prefix_lens is not None:
+        prefixes = _integers("rswa_prefix_lens", rswa_prefix_lens)
+        check_prefix_lens(prefixes.tolist(), seqs.tolist())
 
     upload = Upload(torch.device(device))
     starts = upload.add(query_start_loc, np.int32)
@@ -89,6 +101,7 @@ def make_batch(
     pages_of = upload.add(table, np.int32)
     slots_of = upload.add(slots, np.int64)
     positions_of = upload.add(positions, np.int64)
+    prefixes_of = None if prefixes is None else upload.add(prefixes, np.int32)
     host, moved = upload.send()
     return CommonAttentionMetadata(
         query_start_loc=moved[starts],
@@ -105,6 +118,7 @@ def make_batch(
         is_prefilling=torch.from_numpy(prefilling & (queries > 0)),
         seq_lens_cpu_upper_bound=host[lens],
         mm_req_doc_ranges=ranges,
+        rswa_prefix_lens=None if prefixes_of is None else moved[prefixes_of],
     )
 
 

@@ -25,6 +25,7 @@ from attnkit.contract import (
     AttentionVariant,
     DeviceCapability,
     FullAttentionSpec,
+    RSWASpec,
     SlidingWindowSpec,
     get_kv_quant_mode,
     kv_cache_torch_dtype,
@@ -71,6 +72,7 @@ class Attention(PagedLayer):
         return_lse: bool = False,
         use_non_causal: bool = False,
         use_mm_prefix: bool = False,
+        use_rswa: bool = False,
         use_per_head_quant_scales: bool = False,
         vllm_config: Any | None = None,
     ) -> None:
@@ -98,6 +100,7 @@ class Attention(PagedLayer):
             return_lse: return (output, lse).
             use_non_causal: batches with `causal` False will come.
             use_mm_prefix: batches with `mm_req_doc_ranges` will come.
+            use_rswa: the window leaves each request's prefix visible (`rswa_prefix_lens` of a batch).
             use_per_head_quant_scales: `_q_scale`, `_k_scale` and `_v_scale` have one entry per KV head
                 instead of one for all.
             vllm_config: engine configuration handed to the builder; None: the defaults.
@@ -153,6 +156,12 @@ class Attention(PagedLayer):
                 "which sees keys in both directions anyway; leave it out"
             )
         self.use_mm_prefix = use_mm_prefix
+        if use_rswa and (sliding_window is None or self.attn_type is not AttentionType.DECODER):
+            raise ConfigurationError(
+                f"use_rswa is for decoder layers with a sliding_window, and layer {self.layer_name} is "
+                f"{self.attn_type} with a window of {sliding_window}; give a window, or leave it out"
+            )
+        self.use_rswa = use_rswa
         self.return_lse = return_lse
 
         self.selection = select(
@@ -171,6 +180,7 @@ class Attention(PagedLayer):
                 has_sliding_window=sliding_window is not None,
                 use_non_causal=use_non_causal,
                 use_mm_prefix=use_mm_prefix,
+                use_rswa=use_rswa,
                 use_alibi=alibi_slopes is not None,
                 use_alibi_sqrt=use_alibi_sqrt,
                 has_logits_soft_cap=bool(logits_soft_cap),
@@ -255,6 +265,8 @@ class Attention(PagedLayer):
         }
         if self.sliding_window is None:
             spec: AttentionSpec = FullAttentionSpec(**facts)
+        elif self.use_rswa:
+            spec = RSWASpec(rswa_window=self.sliding_window, **facts)
         else:
             spec = SlidingWindowSpec(sliding_window=self.sliding_window, **facts)
         return self.backend.customize_spec(spec)

@@ -45,6 +45,9 @@ class PagedLayer(nn.Module):
         head_size_v: of a head of the output.
         attn_type: an `AttentionType`.
         return_lse: the layer returns its log-sum-exp too.
+        sliding_window: keys a query sees, itself included; None: no window.
+        use_mm_prefix: its batches may have `mm_req_doc_ranges`.
+        use_rswa: its batches have `rswa_prefix_lens`.
         dtype, device: of its tensors.
         block_size: tokens in a kernel block.
         vllm_config: engine configuration handed to the builder.
@@ -59,6 +62,10 @@ class PagedLayer(nn.Module):
     attn_type: AttentionType
     return_lse: bool
     _passes_output: bool = True
+
+    sliding_window: int | None = None
+    use_mm_prefix: bool = False
+    use_rswa: bool = False
 
     _q_scale: torch.Tensor
     _k_scale: torch.Tensor
@@ -172,6 +179,13 @@ class PagedLayer(nn.Module):
             raise BatchError(
                 f"the batch has mm_req_doc_ranges, and layer {self.layer_name} was built without them; "
                 "build it with use_mm_prefix=True, or leave them out"
+            )
+        has_prefixes = batch.rswa_prefix_lens is not None
+        if self.sliding_window is not None and has_prefixes != self.use_rswa:
+            has, was = ("rswa_prefix_lens", "out") if has_prefixes else ("no rswa_prefix_lens", "")
+            raise BatchError(
+                f"the batch has {has}, and layer {self.layer_name} was built with{was} use_rswa; "
+                "prefixes are for the batches of layers with use_rswa=True, and for all of those"
             )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:

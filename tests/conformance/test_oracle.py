@@ -54,6 +54,12 @@ def test_queries_in_a_range_see_all_of_it_and_whatever_they_saw_before() -> None
     assert lse == pytest.approx(np.log([1, 4, 3, 3, 2, 2, 2, 2]))
 
 
+def test_a_window_does_not_hide_the_prefix_from_what_comes_later() -> None:
+    out, lse = counting(7, 7, Meaning(scale=1.0, window=2, prefix=3))
+    assert out == pytest.approx([0, 0.5, 1, 1.5, 2, 2.4, 2.8])
+    assert lse == pytest.approx(np.log([1, 2, 3, 4, 5, 5, 5]))
+
+
 def test_a_sink_is_a_logit_without_a_value() -> None:
     meaning = Meaning(scale=1.0, sinks=[math.log(2)])
     answer = attend(np.zeros((1, 1, 1)), np.ones((2, 1, 1)), np.array([[[1.0]], [[0.0]]]), meaning)

@@ -72,6 +72,13 @@ def test_random_layers_match_float64(subject: Subject, seed: int) -> None:
         {},
         {"sliding_window": 600},
         {"sliding_window": 600, "freed_window": True, "sinks": True},
+        {
+            "sliding_window": 90,
+            "freed_window": True,
+            "rswa": True,
+            "prefix_lens": (50, 0, 513, 512, 100, 200, 30),
+        },
+        {"sliding_window": 90, "mm_prefix": True},
         {"logits_soft_cap": 5.0, "alibi": True},
         {"causal": False},
         {"causal": False, "sliding_window": 400},

@@ -22,9 +22,11 @@ def make_manager(num_blocks: int, *retentions: Retention) -> BlockManager:
     return BlockManager(BlockPool(num_blocks), retentions)
 
 
-def compute(manager: BlockManager, token_ids: list[int], chunk: int = 5) -> RequestBlocks:
+def compute(
+    manager: BlockManager, token_ids: list[int], chunk: int = 5, prefix_len: int = 0
+) -> RequestBlocks:
     """Run a prompt through the tables as a scheduler would; the caller releases."""
-    blocks = manager.new_request()
+    blocks = manager.new_request(prefix_len=prefix_len)
     hit = manager.find_prefix(blocks, token_ids)
     manager.take_prefix(blocks, hit)
     done = hit.num_tokens
@@ -207,13 +209,15 @@ def brute_force_hit(manager: BlockManager, blocks: RequestBlocks, token_ids: lis
             manager.pool.find(manager._key(blocks, g, key // r.block_size)) is not None
             for g, r in enumerate(manager.retentions)
             for key in range(end)
-            if is_visible_later(r, key, end)
+            if is_visible_later(r, key, end, blocks.prefix_len)
         ):
             return end
     return 0
 
 
-def is_visible_later(retention: Retention, key: int, position: int) -> bool:
+def is_visible_later(retention: Retention, key: int, position: int, prefix_len: int) -> bool:
+    if retention.keeps_prefix and key < prefix_len:
+        return True
     if retention.sliding_window is not None:
         return position - key < retention.sliding_window
     if retention.attention_chunk_size is not None:
@@ -228,6 +232,12 @@ RETENTION = st.one_of(
     st.builds(
         Retention, block_size=st.sampled_from([2, 4]), attention_chunk_size=st.integers(1, 12)
     ),
+    st.builds(
+        Retention,
+        block_size=st.sampled_from([2, 4]),
+        sliding_window=st.integers(1, 9),
+        keeps_prefix=st.just(True),
+    ),
 )
 
 
@@ -235,27 +245,64 @@ RETENTION = st.one_of(
 @given(
     retentions=st.lists(RETENTION, min_size=1, max_size=3),
     num_tokens=st.integers(1, 40),
+    prefix_len=st.integers(0, 40),
     seed=st.integers(0, 10**6),
 )
-def test_hits_are_the_longest_that_every_group_can_serve(retentions, num_tokens, seed):
+def test_hits_are_the_longest_that_every_group_can_serve(retentions, num_tokens, prefix_len, seed):
     rng = random.Random(seed)
     manager = make_manager(200, *retentions)
     token_ids = [rng.randrange(50) for _ in range(num_tokens)]
-    manager.release(compute(manager, token_ids, chunk=rng.randint(1, 9)))
+    manager.release(compute(manager, token_ids, rng.randint(1, 9), prefix_len))
     for key in list(manager.pool._by_key):
         if rng.random() < 0.15:
             evict(manager.pool, key)
-    blocks = manager.new_request()
+    blocks = manager.new_request(prefix_len=prefix_len)
     hit = manager.find_prefix(blocks, token_ids)
     assert hit.num_tokens == brute_force_hit(manager, blocks, token_ids)
     for r, table in zip(retentions, hit.tables, strict=True):
         assert len(table) * r.block_size == hit.num_tokens
         for key in range(hit.num_tokens):
-            if is_visible_later(r, key, hit.num_tokens):
+            if is_visible_later(r, key, hit.num_tokens, prefix_len):
                 assert table[key // r.block_size] != NULL_BLOCK
     manager.take_prefix(blocks, hit)
     manager.release(blocks)
     assert manager.pool.num_used == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    retention=RETENTION,
+    num_tokens=st.integers(1, 60),
+    prefix_len=st.integers(0, 60),
+    seed=st.integers(0, 10**6),
+)
+def test_pages_are_held_while_they_are_seen_and_no_longer(retention, num_tokens, prefix_len, seed):
+    rng = random.Random(seed)
+    manager = make_manager(200, retention)
+    blocks, done, token_ids = manager.new_request(prefix_len=prefix_len), 0, list(range(num_tokens))
+    while done < num_tokens:
+        done = min(num_tokens, done + rng.randint(1, 20))
+        manager.grow(blocks, done)
+        manager.settle(blocks, token_ids, done)
+        size = retention.block_size
+        for index, block_id in enumerate(blocks.tables[0]):
+            keys = range(index * size, (index + 1) * size)
+            seen = any(is_visible_later(retention, key, done, prefix_len) for key in keys)
+            # The block of the next token is held, whether one of the present ones is seen or not.
+            assert (block_id != NULL_BLOCK) == (seen or done in keys), index
+    manager.release(blocks)
+    assert manager.pool.num_used == 0
+
+
+def test_nothing_behind_a_kept_prefix_is_shared():
+    """There, keys and values depend on how long the prefix is: a longer prompt sees more."""
+    manager = make_manager(50, FULL, Retention(block_size=4, sliding_window=4, keeps_prefix=True))
+    token_ids = list(range(24))
+    manager.release(compute(manager, token_ids, prefix_len=14))
+    blocks = manager.new_request(prefix_len=24)
+    assert manager.find_prefix(blocks, [*token_ids, 99]).num_tokens == 12
+    blocks = manager.new_request(prefix_len=9)
+    assert manager.find_prefix(blocks, [*token_ids, 99]).num_tokens == 8
 
 
 @settings(max_examples=200, deadline=None)
@@ -324,6 +371,7 @@ def test_grow_is_all_or_nothing_over_groups():
         {"block_size": 4, "sliding_window": 0},
         {"block_size": 4, "attention_chunk_size": -1},
         {"block_size": 4, "sliding_window": 3, "attention_chunk_size": 3},
+        {"block_size": 4, "keeps_prefix": True},
     ],
 )
 def test_impossible_retentions_are_refused(wrong):

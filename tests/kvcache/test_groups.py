@@ -14,6 +14,7 @@ from attnkit.contract import (
     FullAttentionSpec,
     KVCacheSpec,
     MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowSpec,
 )
 from attnkit.errors import CacheError, ConfigurationError
@@ -115,6 +116,10 @@ def test_layers_that_keep_nothing_are_in_no_group():
 
 
 def test_retentions_say_how_long_pages_are_needed():
+    rswa = RSWASpec(block_size=16, rswa_window=32, **SHAPE)
+    assert plan_kv_cache({"a": rswa}).retentions == (
+        Retention(block_size=16, sliding_window=32, keeps_prefix=True),
+    )
     assert plan_kv_cache({"a": WINDOW}).retentions == (Retention(block_size=16, sliding_window=32),)
     assert plan_kv_cache({"a": CHUNK}).retentions == (
         Retention(block_size=16, attention_chunk_size=64),

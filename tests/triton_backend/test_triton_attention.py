@@ -38,6 +38,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi_sqrt_bidirectional": {"alibi_slopes": SLOPES, "use_alibi_sqrt": True, "causal": False},
     "ranges": {"ranges": {1: [(2, 20), (33, 36)], 3: [(70, 80)]}},
     "ranges_window": {"ranges": {1: [(2, 30)], 3: [(20, 82)]}, "sliding_window": 6},
+    "prefix": {"prefix_lens": (3, 20, 0, 37, 3), "sliding_window": 6},
+    "prefix_of_whole_tiles": {"prefix_lens": (16, 32, 0, 48, 0), "sliding_window": 18},
+    "prefix_ranges": {
+        "prefix_lens": (3, 7, 0, 37, 3),
+        "ranges": {1: [(2, 30)]},
+        "sliding_window": 6,
+    },
+    "prefix_without_a_window": {"prefix_lens": (3, 20, 0, 37, 3)},
     "negative_scale": {"scale": -0.3},
     "no_scale_at_all": {"scale": 0.0},
 }

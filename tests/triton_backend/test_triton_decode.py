@@ -39,6 +39,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window_on_both_sides": {"sliding_window": 2, "causal": False},
     "softcap_alibi_sinks": {"logits_soft_cap": 2.0, "alibi_slopes": SLOPES, "sinks": SINKS},
     "ranges_window": {"ranges": {3: [(3, 75)], 1: [(40, 149)]}, "sliding_window": 9},
+    "prefix": {"prefix_lens": (0, 33, 0, 50, 1), "sliding_window": 9},
+    "prefix_of_whole_tiles": {"prefix_lens": (1, 64, 0, 77, 0), "sliding_window": 30},
     "alibi_sqrt_window": {"alibi_slopes": SLOPES, "use_alibi_sqrt": True, "sliding_window": 40},
 }
 

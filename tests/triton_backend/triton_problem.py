@@ -87,6 +87,7 @@ def make_problem(
     seed: int = 0,
     scale: float | None = None,
     ranges: dict[int, list[tuple[int, int]]] | None = None,
+    prefix_lens: Sequence[int] | None = None,
     **features: Any,
 ) -> Problem:
     """Random tokens in pages that are scattered, or in rows (`page` None).
@@ -94,6 +95,7 @@ def make_problem(
     Args:
         poison: in every slot that holds no token, and for keys that no query of the request sees.
         ranges: request -> (first, last) positions that are seen in both directions.
+        prefix_lens: per request, keys below are not left of any window.
         features: of the variant: sliding_window, logits_soft_cap, alibi_slopes, use_alibi_sqrt, sinks.
     """
     rng = np.random.default_rng(seed)
@@ -111,6 +113,7 @@ def make_problem(
             alibi_sqrt=features.get("use_alibi_sqrt", False),
             sinks=None if sinks is None else [float(s) for s in sinks],
             ranges=(ranges or {}).get(request, ()),
+            prefix=0 if prefix_lens is None else prefix_lens[request],
         )
         for request, flag in enumerate(flags)
     ]
@@ -153,6 +156,7 @@ def make_problem(
         block_table=None if table is None else ints(table),
         causal=causal if isinstance(causal, bool) else torch.tensor(flags).to(DEVICE),
         spans=None if spans is None else torch.from_numpy(spans).to(DEVICE),
+        prefix_lens=None if prefix_lens is None else ints(prefix_lens),
     )
     variant = AttentionVariant.from_impl_args(num_heads=heads, scale=scale, **features)
     return Problem(

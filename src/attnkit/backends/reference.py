@@ -110,6 +110,10 @@ class ReferenceBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_rswa(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_non_causal(cls) -> bool:
         return True
 
@@ -129,7 +133,7 @@ class ReferenceBackend(AttentionBackend):
 
 
 class ReferenceMetadataBuilder(CommonMetadataBuilder):
-    """The plan is the batch, its ranges checked."""
+    """The plan is the batch, its ranges and prefixes checked."""
 
     def build(
         self,
@@ -138,6 +142,7 @@ class ReferenceMetadataBuilder(CommonMetadataBuilder):
         fast_build: bool = False,
     ) -> CommonAttentionMetadata:
         common_attn_metadata.mm_token_spans()
+        common_attn_metadata.checked_rswa_prefix_lens()
         return common_attn_metadata
 
 
@@ -225,9 +230,9 @@ class ReferenceImpl(AttentionImpl[CommonAttentionMetadata]):
                 "cross attention needs encoder lengths"
             )
             kv_lens = attn_metadata.encoder_seq_lens
-        spans = None
+        spans = prefixes = None
         if variant.attn_type == AttentionType.DECODER:
-            spans = attn_metadata.mm_token_spans()
+            spans, prefixes = attn_metadata.mm_token_spans(), attn_metadata.rswa_prefix_lens
         for request, kv_len in enumerate(kv_lens.tolist()):
             rows = slice(starts[request], starts[request + 1])
             if cacheless:
@@ -237,10 +242,13 @@ class ReferenceImpl(AttentionImpl[CommonAttentionMetadata]):
                     layer, kv_cache, attn_metadata.block_table_tensor[request], kv_len
                 )
             causal = _is_causal(attn_metadata, variant, request)
+            prefix = 0 if prefixes is None else int(prefixes[request])
             first = kv_len - (rows.stop - rows.start)
             for position, row in enumerate(range(rows.start, rows.stop), start=first):
                 span = None if spans is None else spans[row].tolist()
-                seen = _visible(position, keys.shape[0], variant, causal, span, query.device)
+                seen = _visible(position, keys.shape[0], variant, causal, span, prefix).to(
+                    query.device
+                )
                 output[row], lse[row] = _attend_row(
                     query[row], keys[seen], values[seen], seen - position, variant
                 )
@@ -277,7 +285,7 @@ def _visible(
     variant: AttentionVariant,
     causal: bool,
     span: list[int] | None,
-    device: torch.device,
+    prefix: int,
 ) -> torch.Tensor:
     """int64 (n,): positions of the keys a query at `position` sees, in order.
 
@@ -285,6 +293,7 @@ def _visible(
 
     Args:
         span: keys [start, end) that it sees beside what the layer's mask says.
+        prefix: keys below this are not left of any window.
     """
     first, last = 0, kv_len - 1
     if causal:
@@ -295,7 +304,8 @@ def _visible(
             last = min(last, position + variant.sliding_window - 1)
     if span is not None:
         first, last = min(first, span[0]), max(last, span[1] - 1)
-    return torch.arange(first, max(first, last + 1), device=device)
+    seen = torch.arange(max(0, last + 1))
+    return seen[(seen < prefix) | (seen >= first)]
 
 
 def _attend_row(

@@ -60,6 +60,8 @@ class Case:
         freed_window: pages left of every query's window are freed: the table has the null block.
         mm_prefix: requests have ranges that are seen in both directions.
         mm_ranges: per request, (first, last) positions; None: some that are made up (`ranges_of`).
+        rswa: each request has a prefix that its window does not hide.
+        prefix_lens: how long those are; None: some that are made up (`prefix_of`).
         logits_soft_cap: c in c * tanh(score / c).
         alibi, alibi_sqrt: slopes are added, in the square-root form.
         sinks: each head has a sink logit.
@@ -91,6 +93,8 @@ class Case:
     freed_window: bool = False
     mm_prefix: bool = False
     mm_ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    rswa: bool = False
+    prefix_lens: tuple[int, ...] | None = None
     logits_soft_cap: float | None = None
     alibi: bool = False
     alibi_sqrt: bool = False
@@ -172,3 +176,12 @@ class Case:
         if new >= 4:
             ranges.append((context + new // 2, length - 1))
         return tuple(ranges)
+
+    def prefix_of(self, request: int) -> int:
+        """First tokens of a request that its window does not hide: three tenths of the first request,
+        four of the next and so on, none of the sixth, which ends inside pages and tiles."""
+        if not self.rswa:
+            return 0
+        if self.prefix_lens is not None:
+            return self.prefix_lens[request]
+        return self.seq_lens[request] * ((request + 3) % 8) // 10

@@ -40,6 +40,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi_sqrt": {"alibi": True, "alibi_sqrt": True},
     "non_causal": {"causal": False},
     "mm_prefix": {"mm_prefix": True},
+    "rswa": {"rswa": True, "sliding_window": 5, "freed_window": True},
     "encoder_only": {"attn_type": AttentionType.ENCODER_ONLY},
     "encoder": {"attn_type": AttentionType.ENCODER},
     "cross": {"attn_type": AttentionType.ENCODER_DECODER},
@@ -65,6 +66,7 @@ _PAIRED = (
     "alibi_sqrt",
     "non_causal",
     "mm_prefix",
+    "rswa",
     "encoder_only",
     "cross",
     "value_size",
@@ -155,8 +157,10 @@ def _compatible(a: str, b: str) -> bool:
     both = {a, b}
     if "non_causal" in both and both & {"encoder_only", "cross", "window_freed"}:
         return False
-    if "mm_prefix" in both and both & {"encoder_only", "cross"}:
+    if both & {"mm_prefix", "rswa"} and both & {"encoder_only", "cross"}:
         return False
+    if "rswa" in both and both & {"non_causal", "window", "window_freed"}:
+        return False  # Its pages are freed as a causal window's are.
     if "cross" in both and both & {"window", "window_freed", "alibi", "alibi_sqrt", "encoder_only"}:
         # Decoder and encoder positions are not on one axis.
         return False

@@ -173,6 +173,13 @@ def _features(basis: Basis) -> list[Claim]:
             shown_by=lambda c: c.mm_prefix,
         ),
         Claim(
+            name="R-SWA",
+            made=lambda b: b.supports_rswa(),
+            request={"use_rswa": True, "has_sliding_window": True},
+            layer={"rswa": True, "sliding_window": 4},
+            shown_by=lambda c: c.rswa,
+        ),
+        Claim(
             name="LSE output",
             made=lambda b: b.supports_lse(),
             request={"return_lse": True},
@@ -287,7 +294,6 @@ def _kinds() -> list[Claim]:
     flags: dict[str, tuple[Callable[[type[AttentionBackend]], bool], dict[str, Any]]] = {
         "MLA latents": (lambda b: b.is_mla(), {"use_mla": True}),
         "sparse attention": (lambda b: b.is_sparse(), {"use_sparse": True}),
-        "R-SWA": (lambda b: b.supports_rswa(), {"use_rswa": True}),
         "prefill context parallelism": (lambda b: b.supports_pcp(), {"use_pcp": True}),
         "decode context parallelism": (lambda b: b.supports_dcp(), {"use_dcp": True}),
     }

@@ -220,6 +220,7 @@ def _operands(
         block_table=table,
         causal=True,
         spans=_empty(num_tokens, 2, dtype=torch.int32) if masks else None,
+        prefix_lens=_empty(num_reqs, dtype=torch.int32) if masks else None,
     )
 
 

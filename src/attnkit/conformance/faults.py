@@ -201,6 +201,39 @@ class RangeSwitchesTheWindowOff(TwinImpl):
         return wider | rows[:, None] & (ahead <= 0)
 
 
+# Prefixes that no window hides.
+
+
+@_caught_by("case:rswa-decode-fp32")
+class PrefixIgnored(TwinImpl):
+    def prefix(self, batch: CommonAttentionMetadata, request: int) -> int:
+        return 0
+
+
+@_caught_by("case:rswa-decode-fp32")
+class PrefixWithoutItsLastToken(TwinImpl):
+    def prefix(self, batch: CommonAttentionMetadata, request: int) -> int:
+        return super().prefix(batch, request) - 1
+
+
+@_caught_by("case:rswa-decode-fp32")
+class PrefixOfTheFirstRequest(TwinImpl):
+    def prefix(self, batch: CommonAttentionMetadata, request: int) -> int:
+        return super().prefix(batch, 0)
+
+
+@_caught_by("case:rswa-prefill-fp32")
+class PrefixSeesItsOwnFuture(TwinImpl):
+    def in_prefix(self, ahead: Tensor, prefix: int) -> Tensor:
+        return (torch.arange(ahead.shape[1]) < prefix).expand_as(ahead)
+
+
+@_caught_by("case:rswa-mixed-fp32")
+class PrefixInPlaceOfTheWindow(TwinImpl):
+    def seen(self, ahead: Tensor, causal: bool) -> Tensor:
+        return super().seen(ahead, causal) & (self.variant.sliding_window is None)
+
+
 # Scores.
 
 

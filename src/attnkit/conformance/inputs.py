@@ -158,6 +158,7 @@ def meaning_of(case: Case, request: int) -> Meaning:
         alibi_sqrt=case.alibi_sqrt,
         sinks=sink_logits(case),
         ranges=case.ranges_of(request),
+        prefix=case.prefix_of(request),
     )
 
 
@@ -428,7 +429,8 @@ def _batch(case: Case, pages: _Pages, device: torch.device) -> CommonAttentionMe
             assert case.sliding_window is not None
             # Whole pages before the first query's window.
             gone = max(0, first - case.sliding_window + 1) // case.block_size
-            table[r, : min(gone, len(ids))] = 0
+            kept = -(-case.prefix_of(r) // case.block_size) if r < case.num_reqs else 0
+            table[r, min(kept, len(ids)) : min(gone, len(ids))] = 0
     slots += [-1] * case.padding_tokens
     positions += [0] * case.padding_tokens
 
@@ -441,6 +443,7 @@ def _batch(case: Case, pages: _Pages, device: torch.device) -> CommonAttentionMe
     else:
         causal = case.causal
     ranges = {r: list(case.ranges_of(r)) for r in range(case.num_reqs)}
+    prefixes = [case.prefix_of(r) for r in range(case.num_reqs)] + padded
     cross = _is_cross(case)
     # A decoder's own lengths are no guide to what cross attention sees.
     seq_lens = query_lens + 3 * (query_lens > 0) if cross else kv_lens
@@ -463,6 +466,7 @@ def _batch(case: Case, pages: _Pages, device: torch.device) -> CommonAttentionMe
         is_prefilling=torch.from_numpy((query_lens == seq_lens) & (query_lens > 0)),
         seq_lens_cpu_upper_bound=torch.as_tensor(seq_lens, dtype=torch.int32),
         mm_req_doc_ranges=ranges if case.mm_prefix else None,
+        rswa_prefix_lens=up(prefixes, torch.int32) if case.rswa else None,
     )
 
 

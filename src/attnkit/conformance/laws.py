@@ -381,6 +381,7 @@ def the_users_path_is_the_same(subject: Subject) -> None:
             device=subject.device,
             causal=inputs.batch.causal,
             mm_req_doc_ranges=inputs.batch.mm_req_doc_ranges,
+            rswa_prefix_lens=_prefixes(case),
         )
         answer = layer(inputs.query, inputs.key, inputs.value, inputs.kv_cache, layer.build(batch))
         out, lse = answer if isinstance(answer, tuple) else (answer, None)
@@ -499,6 +500,11 @@ LAWS: dict[str, Law] = {
 """Name -> law, in the order they are checked."""
 
 
+def _prefixes(case: Case) -> list[int] | None:
+    """`rswa_prefix_lens` for `make_batch`."""
+    return [case.prefix_of(r) for r in range(case.num_reqs)] if case.rswa else None
+
+
 def _expect_logical(inputs: Inputs) -> None:
     if not inputs.is_logical:
         raise NotClaimed("the law writes into the cache, which has a shape of the backend's own")
@@ -537,6 +543,7 @@ def _run_in_pieces(
             case.block_size,
             device=subject.device,
             mm_req_doc_ranges={0: ranges} if case.mm_prefix else None,
+            rswa_prefix_lens=[min(done, case.prefix_of(0))] if case.rswa else None,
         )
         part = replace(
             inputs,

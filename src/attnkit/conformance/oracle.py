@@ -33,6 +33,7 @@ class Meaning:
         sinks: per head, a logit in the denominator that carries no value.
         ranges: (first, last) positions, both inside: a query in one sees all its keys, whatever else
             it sees.
+        prefix: keys below this are inside any window of a later query.
     """
 
     scale: float
@@ -43,6 +44,7 @@ class Meaning:
     alibi_sqrt: bool = False
     sinks: Sequence[float] | None = None
     ranges: Sequence[tuple[int, int]] = ()
+    prefix: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,8 @@ def visible(
     if meaning.causal:
         seen &= ahead <= 0
     if meaning.window is not None:
-        seen &= ahead > -meaning.window
+        in_prefix = (key_positions < meaning.prefix)[None, :] & (ahead <= 0)
+        seen &= (ahead > -meaning.window) | in_prefix
         if not meaning.causal:
             seen &= ahead < meaning.window
     for first, last in meaning.ranges:

@@ -26,6 +26,7 @@ def one_request(inputs: Inputs, request: int, rows: slice) -> Inputs:
     seq_lens = batch.seq_lens[request : request + 1]
     start = torch.tensor([0, length], dtype=torch.int32)
     positions, ranges = batch.positions, batch.mm_req_doc_ranges
+    prefixes = batch.rswa_prefix_lens
     alone = batch.replace(
         query_start_loc=start.to(seq_lens.device),
         query_start_loc_cpu=start,
@@ -45,6 +46,7 @@ def one_request(inputs: Inputs, request: int, rows: slice) -> Inputs:
         else batch.is_prefilling[request : request + 1],
         seq_lens_cpu_upper_bound=seq_lens.cpu(),
         mm_req_doc_ranges=None if ranges is None else {0: ranges.get(request, [])},
+        rswa_prefix_lens=None if prefixes is None else prefixes[request : request + 1],
     )
     return replace(
         inputs,

@@ -85,6 +85,7 @@ class Subject:
         {"alibi": True},
         {"causal": False},
         {"mm_prefix": True, "sliding_window": 7},
+        {"rswa": True, "sliding_window": 5},
     )
     """Fields of a `Case` that laws are tried with, the plain layer first."""
 
@@ -177,6 +178,7 @@ class Subject:
             "use_per_head_quant_scales": case.per_head_scales,
             "use_non_causal": case.attn_type is AttentionType.DECODER and case.causal is not True,
             "use_mm_prefix": case.mm_prefix,
+            "use_rswa": case.rswa,
         }
         try:
             layer = Attention(**{**arguments, **changes})

@@ -105,6 +105,7 @@ class TwinImpl(AttentionImpl[CommonAttentionMetadata]):
             q = query[rows].float()
             ahead = self.ahead(q.shape[0], k.shape[0])
             seen = self.seen(ahead, self.causal(attn_metadata, request))
+            seen = seen | self.in_prefix(ahead, self.prefix(attn_metadata, request))
             for span in self.ranges(attn_metadata, request):
                 seen = self.with_range(seen, ahead, *span)
             k, v = self.per_query_head(k), self.per_query_head(v)
@@ -151,6 +152,14 @@ class TwinImpl(AttentionImpl[CommonAttentionMetadata]):
         if window is not None:
             seen = seen & (ahead > -window) & (ahead < window)
         return seen
+
+    def prefix(self, batch: CommonAttentionMetadata, request: int) -> int:
+        """Keys below this are not left of a window."""
+        lens = batch.rswa_prefix_lens
+        return 0 if lens is None else int(lens[request])
+
+    def in_prefix(self, ahead: Tensor, prefix: int) -> Tensor:
+        return (torch.arange(ahead.shape[1]) < prefix) & (ahead <= 0)
 
     def ranges(self, batch: CommonAttentionMetadata, request: int) -> list[tuple[int, int]]:
         """(first, last) positions that are seen in both directions."""
@@ -259,6 +268,10 @@ class TwinBackend(AttentionBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
         return True
 
     @classmethod

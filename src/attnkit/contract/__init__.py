@@ -8,7 +8,7 @@ One module exports every name. What each means stands in the file it is defined 
     impl           AttentionImpl, MLAAttentionImpl: run a layer
     mla            MLADimensions: sizes of a layer that keeps latents
     metadata       CommonAttentionMetadata: one batch
-    spans          bidirectional ranges of a batch, checked, and per token for kernels
+    spans          ranges and prefixes of a batch, checked, and per token for kernels
     variant        AttentionVariant: score and mask of a layer
     kv_cache_spec  what a layer keeps in the cache, and how pages lie in memory
     quant          cache formats and keys of quantised outputs
@@ -48,6 +48,7 @@ from attnkit.contract.kv_cache_spec import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowSpec,
 )
 from attnkit.contract.metadata import (
@@ -70,7 +71,7 @@ from attnkit.contract.quant import (
     kNvfp4Dynamic,
     kv_cache_torch_dtype,
 )
-from attnkit.contract.spans import check_ranges
+from attnkit.contract.spans import check_prefix_lens, check_ranges
 from attnkit.contract.types import AttentionCGSupport, AttentionType, MultipleOf
 from attnkit.contract.variant import AttentionVariant
 
@@ -110,11 +111,13 @@ __all__ = [
     "ParallelConfig",
     "ParallelContext",
     "QuantKey",
+    "RSWASpec",
     "ScaleDesc",
     "SchedulerConfig",
     "SlidingWindowSpec",
     "SpeculativeConfig",
     "VllmConfig",
+    "check_prefix_lens",
     "check_ranges",
     "get_kv_quant_mode",
     "get_parallel_context",

@@ -225,6 +225,28 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RSWASpec(FullAttentionSpec):
+    """Reference sliding-window attention: a request's prefix stays visible to all later tokens, other
+    tokens for `rswa_window` ones. Blocks wholly between the two are freed.
+
+    How long a prefix is differs per request, so the most that one holds is that of full attention.
+    """
+
+    rswa_window: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rswa_window < 1:
+            raise ConfigurationError(
+                f"rswa_window {self.rswa_window} sees nothing; give at least 1"
+            )
+
+    @property
+    def kind(self) -> str:
+        return "rswa_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SlidingWindowSpec(AttentionSpec):
     """Only the last `sliding_window` tokens are visible; blocks wholly before them are freed."""
 

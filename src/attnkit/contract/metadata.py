@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnkit.contract.spans import spans_of_tokens
+from attnkit.contract.spans import check_prefix_lens, spans_of_tokens
 from attnkit.errors import BatchError
 
 _CACHES = (
@@ -102,8 +102,8 @@ class CommonAttentionMetadata:
     beside what it sees anyway. Ranges of a row do not overlap and lie inside its `seq_lens`. None: no
     such ranges."""
     rswa_prefix_lens: torch.Tensor | None = None
-    """int32 (R,): keys below this are visible to all later tokens, others within the window. None:
-    the model has no such attention."""
+    """int32 (R,): keys below this are visible to all later tokens, others within the window. At most
+    `seq_lens`. None: the model has no such attention."""
     replayssm_decode_base_cpu: torch.Tensor | None = None
     """int32 (R,) host: computed tokens at the last full state write of the current decode run, from
     which an SSM's replay ring counts."""
@@ -192,6 +192,26 @@ class CommonAttentionMetadata:
             if spans is not None:
                 self._mm_token_spans_cache = torch.from_numpy(spans).to(device, non_blocking=True)
         return self._mm_token_spans_cache
+
+    def checked_rswa_prefix_lens(self) -> torch.Tensor | None:
+        """`rswa_prefix_lens`, checked as far as that needs no wait for a device; builders that do R-SWA
+        call this. Kernels count a prefix that is longer than the request as all of it.
+
+        Raises:
+            BatchError: its shape or dtype is another; or, on the host, a prefix is longer than its
+                request or negative.
+        """
+        prefixes = self.rswa_prefix_lens
+        if prefixes is None:
+            return None
+        if prefixes.shape != (self.num_reqs,) or prefixes.dtype != torch.int32:
+            raise BatchError(
+                f"rswa_prefix_lens is {prefixes.dtype} of shape {tuple(prefixes.shape)}; give "
+                f"torch.int32 of shape ({self.num_reqs},)"
+            )
+        if prefixes.device.type == "cpu" and self.seq_lens.device.type == "cpu":
+            check_prefix_lens(prefixes.tolist(), self.seq_lens[: self.num_reqs].tolist())
+        return prefixes
 
     def _host_seq_lens(self, what: str) -> torch.Tensor:
         """int32 (R,) on the host, exact for prefills, without waiting for a device."""

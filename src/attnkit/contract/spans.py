@@ -1,9 +1,9 @@
-"""Spans: bidirectional ranges inside prompts (prefix-LM), checked, and per token for kernels.
+"""Spans: keys that tokens see beside the layer's mask: ranges inside prompts (prefix-LM) and prefixes.
 
 In: a batch's `mm_req_doc_ranges`, both ends inside, and its host lengths. Out: per token of the step the
 one range it lies in, as keys [start, end). A token sees what its layer's mask says and its range; both
 hold the token itself and have no gaps, so together they are one interval: a kernel takes the smaller
-start and the larger end and needs to know no more.
+start and the larger end and needs to know no more. The prefixes of R-SWA are only checked here.
 """
 
 from __future__ import annotations
@@ -87,3 +87,27 @@ def spans_of_tokens(
             spans[tokens] = (start, end + 1)
             found = found or tokens.stop > tokens.start
     return spans if found else None
+
+
+def check_prefix_lens(prefix_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
+    """Refuse prefixes (R-SWA) that are no part of their request.
+
+    Args:
+        prefix_lens: per request, how many of its first tokens all later ones see.
+        seq_lens: all tokens of each request.
+
+    Raises:
+        BatchError: another number of them than of requests, or one that is negative or longer than its
+            request.
+    """
+    if len(prefix_lens) != len(seq_lens):
+        raise BatchError(
+            f"{len(prefix_lens)} rswa_prefix_lens were given for {len(seq_lens)} requests; give one of "
+            "each, 0 for no prefix"
+        )
+    for row, (prefix, length) in enumerate(zip(prefix_lens, seq_lens, strict=True)):
+        if not 0 <= prefix <= length:
+            raise BatchError(
+                f"rswa_prefix_lens of row {row} is {prefix}, and the request has {length} tokens; give "
+                f"0 to {length}: of a prompt that comes in pieces, the tokens there are"
+            )

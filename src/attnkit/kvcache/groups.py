@@ -17,6 +17,7 @@ from attnkit.contract import (
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    RSWASpec,
     SlidingWindowSpec,
 )
 from attnkit.errors import CacheError, ConfigurationError
@@ -48,6 +49,10 @@ class KVCacheGroup:
         if isinstance(spec, ChunkedLocalAttentionSpec):
             return Retention(
                 block_size=spec.block_size, attention_chunk_size=spec.attention_chunk_size
+            )
+        if isinstance(spec, RSWASpec):
+            return Retention(
+                block_size=spec.block_size, sliding_window=spec.rswa_window, keeps_prefix=True
             )
         if isinstance(spec, FullAttentionSpec):
             return Retention(block_size=spec.block_size)

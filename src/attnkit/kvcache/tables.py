@@ -28,11 +28,13 @@ class Retention:
         sliding_window: keys a query sees, itself included; None: no window.
         attention_chunk_size: a query sees its own chunk, position // attention_chunk_size, alone;
             None: no chunks.
+        keeps_prefix: the window leaves each request's prefix visible (R-SWA).
     """
 
     block_size: int
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
+    keeps_prefix: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "sliding_window", "attention_chunk_size"):
@@ -44,6 +46,8 @@ class Retention:
                 f"sliding_window {self.sliding_window} and attention_chunk_size "
                 f"{self.attention_chunk_size} exclude each other; give one"
             )
+        if self.keeps_prefix and self.sliding_window is None:
+            raise ConfigurationError("keeps_prefix is about a window; give sliding_window too")
 
     @property
     def is_full(self) -> bool:
@@ -51,7 +55,8 @@ class Retention:
         return self.sliding_window is None and self.attention_chunk_size is None
 
     def first_block(self, position: int) -> int:
-        """Index of the first block that a query at `position` or later can see. Never decreases."""
+        """Index of the first block that a query at `position` or later can see, those of a prefix
+        aside. Never decreases."""
         if self.sliding_window is not None:
             return max(0, position - self.sliding_window + 1) // self.block_size
         if self.attention_chunk_size is not None:
@@ -60,14 +65,18 @@ class Retention:
             )
         return 0
 
+    def num_kept(self, prefix_len: int) -> int:
+        """First blocks that all later queries see of a request with such a prefix."""
+        return _ceil_div(prefix_len, self.block_size) if self.keeps_prefix else 0
+
     def max_blocks(self, num_tokens: int, max_query_len: int) -> int:
-        """Most blocks held at once by a request that grows to `num_tokens`.
+        """Most blocks held at once by a request that grows to `num_tokens`, whatever its prefix.
 
         Args:
             max_query_len: most tokens computed in one step.
         """
         total = _ceil_div(num_tokens, self.block_size)
-        if self.is_full:
+        if self.is_full or self.keeps_prefix:
             return total
         # Tokens from the first one that a step's first query sees to the step's last one.
         span = (self.sliding_window or self.attention_chunk_size or 0) - 1 + max_query_len
@@ -95,11 +104,13 @@ class RequestBlocks:
     Attributes:
         tables: per group, block ids by logical position; the null block stands where a page was
             given back.
+        prefix_len: tokens that stay visible to all later ones in groups that keep prefixes.
     """
 
-    __slots__ = ("_num_published", "_prefixes", "tables")
+    __slots__ = ("_num_published", "_prefixes", "prefix_len", "tables")
 
-    def __init__(self, num_groups: int, roots: dict[int, Prefix]) -> None:
+    def __init__(self, num_groups: int, roots: dict[int, Prefix], prefix_len: int) -> None:
+        self.prefix_len = prefix_len
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self._num_published = [0] * num_groups
         # Block size -> prefixes of 0, 1, 2, ... whole blocks.
@@ -130,15 +141,20 @@ class BlockManager:
         self._block_sizes = sorted({r.block_size for r in self.retentions})
         self.hit_unit = math.lcm(*self._block_sizes)
 
-    def new_request(self, extra_keys: tuple[Hashable, ...] = ()) -> RequestBlocks:
+    def new_request(
+        self, extra_keys: tuple[Hashable, ...] = (), prefix_len: int = 0
+    ) -> RequestBlocks:
         """Empty tables.
 
         Args:
             extra_keys: what else the contents of pages depend on beside the tokens (a salt, an
                 adapter, the hashes of images). Requests share pages only where these are equal.
+            prefix_len: tokens (the prompt) that stay visible to all later ones in groups that keep
+                prefixes. What is computed behind them depends on how many they are, so in a model with
+                such a group no page behind a prefix is shared.
         """
         roots = {size: self._tree.root(extra_keys) for size in self._block_sizes}
-        return RequestBlocks(len(self.retentions), roots)
+        return RequestBlocks(len(self.retentions), roots, prefix_len)
 
     def max_blocks(self, num_tokens: int, max_query_len: int) -> int:
         """Most blocks one request of `num_tokens` holds at once, over all groups."""
@@ -155,7 +171,8 @@ class BlockManager:
         if not self.pool.enable_prefix_caching:
             return PrefixHit(0, tuple(() for _ in self.retentions))
         self._extend_prefixes(blocks, token_ids)
-        end = (len(token_ids) - 1) // self.hit_unit * self.hit_unit
+        end = min(len(token_ids) - 1, self._num_shareable(blocks, len(token_ids)))
+        end = end // self.hit_unit * self.hit_unit
         for group, retention in enumerate(self.retentions):
             if retention.is_full:
                 found = 0
@@ -172,9 +189,13 @@ class BlockManager:
         for group, retention in enumerate(self.retentions):
             num_blocks = end // retention.block_size
             first = retention.first_block(end)
-            found_ids = (self._find(blocks, group, i) for i in range(first, num_blocks))
-            tables.append((NULL_BLOCK,) * first + tuple(b for b in found_ids if b is not None))
-            assert len(tables[-1]) == num_blocks
+            kept = min(first, retention.num_kept(blocks.prefix_len))
+            table = [NULL_BLOCK] * num_blocks
+            for index in (*range(kept), *range(first, num_blocks)):
+                block_id = self._find(blocks, group, index)
+                assert block_id is not None
+                table[index] = block_id
+            tables.append(tuple(table))
         return PrefixHit(end, tuple(tables))
 
     def take_prefix(self, blocks: RequestBlocks, hit: PrefixHit) -> None:
@@ -229,7 +250,7 @@ class BlockManager:
 
         Before either grows, `own_block` what it will write into.
         """
-        copy = self.new_request()
+        copy = self.new_request(prefix_len=blocks.prefix_len)
         copy.tables = [list(table) for table in blocks.tables]
         copy._num_published = list(blocks._num_published)
         copy._prefixes = {size: list(prefixes) for size, prefixes in blocks._prefixes.items()}
@@ -271,8 +292,9 @@ class BlockManager:
         gone = []
         for retention, table in zip(self.retentions, blocks.tables, strict=True):
             index = retention.first_block(num_computed) - 1
+            num_kept = retention.num_kept(blocks.prefix_len)
             freed = []
-            while index >= 0 and table[index] != NULL_BLOCK:
+            while index >= num_kept and table[index] != NULL_BLOCK:
                 freed.append(table[index])
                 table[index] = NULL_BLOCK
                 index -= 1
@@ -295,11 +317,17 @@ class BlockManager:
         self._extend_prefixes(blocks, token_ids)
         for group, retention in enumerate(self.retentions):
             table = blocks.tables[group]
-            num_full = num_computed // retention.block_size
+            num_full = self._num_shareable(blocks, num_computed) // retention.block_size
             for index in range(blocks._num_published[group], num_full):
                 if table[index] != NULL_BLOCK:
                     self.pool.publish(table[index], self._key(blocks, group, index))
             blocks._num_published[group] = max(num_full, blocks._num_published[group])
+
+    def _num_shareable(self, blocks: RequestBlocks, num_tokens: int) -> int:
+        """Of the first `num_tokens` tokens those whose keys and values depend on what is before them
+        alone: all, but where a prefix is kept those in it."""
+        keeps = any(r.keeps_prefix for r in self.retentions)
+        return min(num_tokens, blocks.prefix_len) if keeps else num_tokens
 
     def _extend_prefixes(self, blocks: RequestBlocks, token_ids: Sequence[int]) -> None:
         for size, prefixes in blocks._prefixes.items():
@@ -318,7 +346,9 @@ class BlockManager:
             if retention.is_full:
                 continue
             size = retention.block_size
-            for index in range(end // size - 1, retention.first_block(end) - 1, -1):
+            first = retention.first_block(end)
+            kept = min(first, retention.num_kept(blocks.prefix_len))
+            for index in (*range(end // size - 1, first - 1, -1), *range(kept - 1, -1, -1)):
                 if self._find(blocks, group, index) is None:
                     return index * size
         return None

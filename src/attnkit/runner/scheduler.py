@@ -163,7 +163,7 @@ class Scheduler:
                 "cache more memory"
             )
         request.arrival = next(self._arrivals)
-        request.blocks = self.manager.new_request(request.extra_keys)
+        request.blocks = self.manager.new_request(request.extra_keys, prefix_len=num_prompt)
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_order)
 

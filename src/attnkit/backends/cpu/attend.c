@@ -15,32 +15,12 @@
 #include <stdlib.h>
 
 #include "codes.h"
+#include "visible.h"
 
 #define ROWS 4           /* rows per step of the block functions */
 #define MAX_ROWS 32      /* rows of a unit: its queries and sums stay in the first-level cache */
 #define TILE 32          /* keys scored before their values are summed */
-#define SPLIT_KEYS 512   /* a multiple of TILE; short requests have one split and no merge */
 #define DIVIDED_ROWS 128 /* up to so many rows of a KV head threads share a unit's splits */
-#define NO_LIMIT ((int64_t)1 << 40) /* beyond any position, and far from overflow */
-
-struct batch {
-  int64_t num_served;             /* rows of the batch this call serves */
-  const int32_t *served;          /* (num_served,) which */
-  const int32_t *query_start_loc; /* (num_reqs + 1,) */
-  const int32_t *seq_lens;        /* (num_reqs,) */
-  const uint8_t *causal;          /* (num_reqs,) */
-  const int32_t *block_table;     /* (num_reqs, table_stride); NULL: keys lie at their tokens */
-  int64_t table_stride;
-  const int32_t *spans; /* (num_tokens, 2) keys a token sees beside the layer's mask; or NULL */
-};
-
-struct layer {
-  int64_t num_heads, num_kv_heads, head_size, head_size_v;
-  int64_t window;              /* keys seen on the left, itself included; 0: no window */
-  float scale, soft_cap;       /* soft_cap 0: none */
-  const float *slopes, *sinks; /* (num_heads,) or NULL */
-  int64_t alibi_sqrt;
-};
 
 /* ---- blocks of rows and keys ---- */
 
@@ -182,14 +162,12 @@ struct job {
   int64_t num_items, next_item, portion; /* a thread takes so many neighbours at a time */
 };
 
-struct span {
-  int64_t lo, hi;
-}; /* lo <= key < hi, empty where equal */
-
 struct unit {
   int64_t req, kv_head, first_row; /* rows are query-major: token, then head of the group */
   int rows;
-  struct span keys[MAX_ROWS]; /* that a row sees */
+  struct span span[MAX_ROWS]; /* of keys that a row sees, beside those below `prefix` */
+  int64_t prefix;
+  struct span keys[MAX_ROWS]; /* of them, those of the run at hand */
   int64_t head[MAX_ROWS];
   float largest[MAX_ROWS], denominator[MAX_ROWS]; /* of the scores, in base 2 */
   float *q, *acc; /* (MAX_ROWS, q_width), (MAX_ROWS, v_width) in lane order */
@@ -204,24 +182,6 @@ struct unit {
   /* Scales stored beside the codes of a tile's keys, each in the lanes of its key. */
   float k_scales[TILE / KEYS * LANES], v_scales[TILE / KEYS * LANES];
 };
-
-/* Keys that query i of a request may see. */
-static struct span visible_keys(const struct batch *b, const struct layer *l, int64_t req,
-                                int64_t i) {
-  const int64_t query_len = b->query_start_loc[req + 1] - b->query_start_loc[req];
-  const int64_t seq_len = b->block_table ? b->seq_lens[req] : query_len;
-  const int64_t window = l->window && l->window < NO_LIMIT ? l->window : NO_LIMIT;
-  const int64_t pos = seq_len - query_len + i, right = b->causal[req] ? 1 : window;
-  struct span keys = {pos - window + 1, pos + right < seq_len ? pos + right : seq_len};
-  if (b->spans) { /* the union has no gap: both hold the token itself */
-    const int32_t *span = b->spans + 2 * (b->query_start_loc[req] + i);
-    if (span[0] < keys.lo) keys.lo = span[0];
-    if (span[1] > keys.hi) keys.hi = span[1] < seq_len ? span[1] : seq_len;
-  }
-  if (keys.lo < 0) keys.lo = 0;
-  if (keys.hi < keys.lo) keys.hi = keys.lo;
-  return keys;
-}
 
 /* Pointers to the K and V rows of the tile that starts at key `base`. Only keys from..to exist; up
  * to the ends of their groups of KEYS the nearest is repeated, so that groups can be read whole. */
@@ -466,6 +426,20 @@ static void merge_splits(const struct job *j, struct unit *u, const float *parts
   }
 }
 
+/* Let each row see those keys in `part` that lie in its span or, if `whole`, before the end of it. */
+static void show_keys(struct unit *u, struct span part, int whole) {
+  for (int r = 0; r < (u->rows + ROWS - 1) / ROWS * ROWS; ++r) {
+    struct span keys = {whole ? 0 : u->span[r].lo, u->span[r].hi};
+    if (keys.lo < part.lo) keys.lo = part.lo;
+    if (keys.hi > part.hi) keys.hi = part.hi;
+    u->keys[r] = keys;
+    for (int n = r * KEYS; n < (r + 1) * KEYS; ++n) {
+      u->lane.lo[n] = keys.lo;
+      u->lane.hi[n] = keys.hi;
+    }
+  }
+}
+
 /* Load a unit's queries and find what each row sees; returns what any of them does. */
 static struct span prepare_rows(const struct job *j, struct unit *u) {
   const struct batch *b = j->batch;
@@ -481,10 +455,8 @@ static struct span prepare_rows(const struct job *j, struct unit *u) {
     const int64_t head = u->kv_head * group + (u->first_row + r) % group;
     const int exists = r < u->rows;
     u->head[r] = head;
-    u->keys[r] = exists ? visible_keys(b, l, u->req, i) : (struct span){0, 0};
+    u->span[r] = exists ? visible_keys(b, l, u->req, i) : (struct span){0, 0};
     for (int n = r * KEYS; n < (r + 1) * KEYS; ++n) {
-      u->lane.lo[n] = u->keys[r].lo;
-      u->lane.hi[n] = u->keys[r].hi;
       u->lane.pos[n] = context + i;
       u->lane.slope[n] = l->slopes && exists ? l->slopes[head] * 1.44269504f : 0.0f;
     }
@@ -492,23 +464,35 @@ static struct span prepare_rows(const struct job *j, struct unit *u) {
     load_row(
         j->q.data + (b->query_start_loc[u->req] + i) * j->q.token_stride + head * j->q.head_stride,
         j->q_dtype, j->row_dtype, l->head_size, j->q_width, u->q + r * j->q_width);
-    if (u->keys[r].lo < u->keys[r].hi) {
-      all.lo = u->keys[r].lo < all.lo ? u->keys[r].lo : all.lo;
-      all.hi = u->keys[r].hi > all.hi ? u->keys[r].hi : all.hi;
+    if (u->span[r].lo < u->span[r].hi) {
+      all.lo = u->span[r].lo < all.lo ? u->span[r].lo : all.lo;
+      all.hi = u->span[r].hi > all.hi ? u->span[r].hi : all.hi;
     }
   }
+  u->prefix = prefix_of(b, l, u->req);
+  show_keys(u, (struct span){0, NO_LIMIT}, 0);
   return all;
 }
 
-/* The sums of a unit's rows over keys start..end, of keys that go on to `unit_end`. */
+/* The sums of a unit's rows over those keys in start..end that some row sees: the ones below its
+ * prefix, and those of `all`, which is the union of the rows' spans. */
 static void sum_keys(const struct job *j, struct unit *u, int64_t start, int64_t end,
-                     int64_t unit_end) {
+                     struct span all) {
   memset(u->acc, 0, u->rows * j->v_width * sizeof(float));
   for (int n = 0; n < MAX_ROWS * KEYS; ++n) {
     u->lane.largest[n] = -INFINITY;
     u->lane.denominator[n] = 0.0f;
   }
-  if (start < end) run_tiles(j, u, start, end, unit_end);
+  if (end > all.hi) end = all.hi;
+  const int64_t prefix = u->prefix < all.hi ? u->prefix : all.hi;
+  if (start < prefix) {
+    show_keys(u, (struct span){0, prefix}, 1);
+    run_tiles(j, u, start, end < prefix ? end : prefix, prefix);
+    show_keys(u, (struct span){prefix, NO_LIMIT}, 0);
+    start = prefix;
+  }
+  if (start < all.lo) start = all.lo;
+  if (start < end) run_tiles(j, u, start, end, all.hi);
   for (int r = 0; r < u->rows; ++r) {
     u->largest[r] = u->lane.largest[r * KEYS];
     u->denominator[r] = 0.0f;
@@ -538,22 +522,24 @@ static void run_item(struct job *j, struct unit *u, int64_t item) {
   u->value_scale = v_scale(j->codes, u->kv_head);
   const struct span all = prepare_rows(j, u);
 
+  const int64_t query_len = b->query_start_loc[u->req + 1] - b->query_start_loc[u->req];
   int64_t num_splits = items_per_unit, split = (item - j->first_item[at]) % items_per_unit;
-  int64_t last = split, first_key = visible_keys(b, l, u->req, 0).lo / SPLIT_KEYS * SPLIT_KEYS;
+  int64_t last = split;
+  struct cuts cuts;
   float *parts = u->parts;
   if (items_per_unit > 1) {
-    const int64_t rows = (b->query_start_loc[u->req + 1] - b->query_start_loc[u->req]) *
-                         (l->num_heads / l->num_kv_heads);
+    const int64_t rows = query_len * (l->num_heads / l->num_kv_heads);
     const int64_t row = j->first_partial[at] + num_splits * (u->kv_head * rows + u->first_row);
     parts = j->partials + row * (j->v_width + 2);
-  } else if (all.lo < all.hi) {
-    first_key = all.lo / SPLIT_KEYS * SPLIT_KEYS;
-    num_splits = (all.hi - first_key + SPLIT_KEYS - 1) / SPLIT_KEYS;
+    cuts = cut_keys(keys_of_request(b, l, u->req), u->prefix);
+  } else {
+    cuts = cut_keys(all, u->prefix);
+    num_splits = cuts.num;
     last = num_splits - 1;
   }
   for (; split <= last; ++split) {
-    const int64_t start = first_key + split * SPLIT_KEYS, end = start + SPLIT_KEYS;
-    sum_keys(j, u, start > all.lo ? start : all.lo, end < all.hi ? end : all.hi, all.hi);
+    const int64_t start = split_start(cuts, split);
+    sum_keys(j, u, start, start + SPLIT_KEYS, all);
     if (num_splits > 1) keep_split(j, u, parts + split * u->rows * (j->v_width + 2));
   }
   if (items_per_unit > 1 &&
@@ -625,16 +611,13 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
     const int64_t req = batch->served[i];
     const int64_t query_len = batch->query_start_loc[req + 1] - batch->query_start_loc[req];
     const int64_t rows = query_len * (layer->num_heads / layer->num_kv_heads);
-    const int64_t lo = visible_keys(batch, layer, req, 0).lo;
-    const int64_t hi = visible_keys(batch, layer, req, query_len - 1).hi;
-    if (batch->block_table && lo < hi) {
-      const int32_t *table = batch->block_table + req * batch->table_stride;
-      const int64_t last = (hi - 1) / block_size;
-      if (last >= table_width) status = BAD_BLOCK;
-      for (int64_t b = lo / block_size; b <= last && status == OK; ++b)
-        if (table[b] < 0 || table[b] >= num_blocks) status = BAD_BLOCK;
-    }
-    const int64_t splits = lo < hi ? (hi - 1) / SPLIT_KEYS - lo / SPLIT_KEYS + 1 : 1;
+    const struct span keys = keys_of_request(batch, layer, req);
+    const int64_t prefix = prefix_of(batch, layer, req);
+    const struct span below = {0, prefix < keys.hi ? prefix : keys.hi};
+    if (!has_blocks(batch, req, keys, block_size, table_width, num_blocks) ||
+        !has_blocks(batch, req, below, block_size, table_width, num_blocks))
+      status = BAD_BLOCK;
+    const int64_t splits = cut_keys(keys, prefix).num;
     const int64_t units = (rows + MAX_ROWS - 1) / MAX_ROWS * layer->num_kv_heads;
     j.first_item[i] = j.num_items;
     j.first_unit[i] = num_units;
@@ -644,7 +627,7 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
     num_units += units;
     if (divide) num_partials += rows * layer->num_kv_heads * splits;
     else if (splits > 1 && splits > j.whole_splits) j.whole_splits = splits;
-    cost += (hi - lo + 16) * rows * layer->num_kv_heads * (layer->head_size + layer->head_size_v);
+    cost += (keys.hi - keys.lo + below.hi + 16) * rows * layer->num_kv_heads * (layer->head_size + layer->head_size_v);
   }
   j.first_item[n] = j.num_items;
   j.first_unit[n] = num_units;

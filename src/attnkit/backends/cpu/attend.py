@@ -10,7 +10,7 @@ A request is computed by itself, with shapes that depend on it alone: batch mate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,6 +40,7 @@ class Request:
         causal: queries do not see what comes after them.
         window: keys seen to the left, the query's own included, and without `causal` to the right.
         spans: int (q_len, 2): keys [start, end) that a query sees besides; None: none.
+        prefix: keys below this are not left of any window.
         read: its keys and values; asked for each position at most once.
     """
 
@@ -49,10 +50,12 @@ class Request:
     causal: bool
     window: int | None
     spans: torch.Tensor | None
+    prefix: int
     read: ReadKV
 
     def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 (q_len,) each: keys [lo, hi) that a query sees; lo >= hi: none."""
+        """int64 (q_len,) each: keys [lo, hi) that a query sees, beside those below both `prefix` and
+        hi; lo >= hi: none."""
         position = torch.arange(self.kv_len - self.q_len, self.kv_len)
         lo, hi = torch.zeros_like(position), torch.full_like(position, self.kv_len)
         if self.causal:
@@ -136,18 +139,19 @@ def _attend_request(
     los = [[int(x) for x in part.aminmax()] for part in row_lo.split(QUERY_BLOCK)]
     his = [[int(x) for x in part.aminmax()] for part in row_hi.split(QUERY_BLOCK)]
     lowest, highest = min(lo for lo, _ in los), max(hi for _, hi in his)
-    for base in range(lowest - lowest % KEY_BLOCK, highest, KEY_BLOCK):
-        start, end = max(base, lowest), min(base + KEY_BLOCK, highest)
+    prefix = request.prefix
+    for start, end in _key_blocks(lowest, highest, prefix):
         keys, values = request.read(start, end, rows.dtype)
         for i, first in enumerate(starts):
             last = min(first + QUERY_BLOCK, request.q_len)
-            lo, hi = max(start, los[i][0]), min(end, his[i][1])
+            lo = start if start < prefix else max(start, los[i][0])
+            hi = min(end, his[i][1])
             if lo >= hi:
                 continue
             ahead = mask = None
             position = torch.arange(lo, hi)
-            if los[i][1] > lo or his[i][0] < hi:
-                mask = position >= row_lo[first:last, None]
+            if (los[i][1] > lo and hi > prefix) or his[i][0] < hi:
+                mask = (position >= row_lo[first:last, None]) | (position < prefix)
                 mask &= position < row_hi[first:last, None]
             if variant.alibi_slopes is not None:
                 shift = request.kv_len - request.q_len
@@ -169,6 +173,13 @@ def _attend_request(
         else sums
         for sums, first in zip(blocks, starts, strict=True)
     ]
+
+
+def _key_blocks(lowest: int, highest: int, prefix: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of the keys below `prefix` and of those from `lowest` on, cut where they may be."""
+    for first, last in ((0, min(prefix, lowest, highest)), (lowest, highest)):
+        for base in range(first - first % KEY_BLOCK, last, KEY_BLOCK):
+            yield max(base, first), min(base + KEY_BLOCK, last)
 
 
 def _no_keys(num_kv_heads: int, group: int, num_tokens: int, head_size_v: int) -> _Sums:

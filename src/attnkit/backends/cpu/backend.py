@@ -132,6 +132,10 @@ class CpuBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_rswa(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_non_causal(cls) -> bool:
         return True
 
@@ -326,6 +330,8 @@ class CpuImpl(AttentionImpl[CpuMetadata]):
         starts, causal = plan.query_start_loc.tolist(), plan.causal.tolist()
         is_decoder = variant.attn_type is AttentionType.DECODER
         spans = plan.spans if is_decoder else None
+        has_prefixes = is_decoder and plan.prefix_lens is not None
+        prefixes = plan.prefix_lens.tolist() if has_prefixes else [0] * len(causal)
         requests = []
         for request in plan.served.tolist():
             start, end = starts[request], starts[request + 1]
@@ -337,6 +343,7 @@ class CpuImpl(AttentionImpl[CpuMetadata]):
                     causal=is_decoder and causal[request],
                     window=variant.sliding_window,
                     spans=None if spans is None else spans[start:end],
+                    prefix=prefixes[request],
                     read=_Tokens(key[start:end], value[start:end])
                     if cacheless
                     else _Pages(

@@ -62,6 +62,7 @@ class _Batch(ctypes.Structure):
         ("block_table", _POINTER),
         ("table_stride", _INT),
         ("spans", _POINTER),
+        ("prefix_lens", _POINTER),
     )
 
 
@@ -109,6 +110,7 @@ class NativeBatch:
         causal: torch.Tensor,
         block_table: torch.Tensor | None,
         spans: torch.Tensor | None = None,
+        prefix_lens: torch.Tensor | None = None,
     ) -> NativeBatch:
         """Pack rows `served` of a batch of R requests.
 
@@ -120,6 +122,7 @@ class NativeBatch:
             block_table: int32 (R, W), rows of any stride; None: the keys of a request are the rows
                 of K and V at its own tokens, and `seq_lens` is not read.
             spans: int32 (T, 2), keys [start, end) that a token sees beside the layer's mask.
+            prefix_lens: int32 (R,), keys below are not left of any window.
         """
         for tensor, dtype in (
             (served, torch.int32),
@@ -133,9 +136,9 @@ class NativeBatch:
             assert block_table.dtype == torch.int32, "block table is not int32"
             dense = block_table.stride(1) == 1 or block_table.shape[1] <= 1
             assert dense or not block_table.numel(), "block table rows are not dense"
-        if spans is not None:
-            assert spans.dtype == torch.int32, "spans are not int32"
-            assert spans.is_contiguous(), "spans are not dense"
+        for tensor in (spans, prefix_lens):
+            assert tensor is None or tensor.dtype == torch.int32, "a mask is not int32"
+            assert tensor is None or tensor.is_contiguous(), "a mask is not dense"
         struct = _Batch(
             served.shape[0],
             served.data_ptr(),
@@ -145,12 +148,13 @@ class NativeBatch:
             None if block_table is None else block_table.data_ptr(),
             0 if block_table is None else block_table.stride(0),
             None if spans is None else spans.data_ptr(),
+            None if prefix_lens is None else prefix_lens.data_ptr(),
         )
         return cls(
             ctypes.addressof(struct),
             0 if block_table is None else block_table.shape[1],
             struct,
-            (served, query_start_loc, seq_lens, causal, block_table, spans),
+            (served, query_start_loc, seq_lens, causal, block_table, spans, prefix_lens),
         )
 
 

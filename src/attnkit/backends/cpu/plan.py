@@ -40,6 +40,7 @@ class CpuMetadata(AttentionMetadata):
         slot_mapping: int64, for the layer's cache write.
         encoder_seq_lens: int32 (R,), keys of cross attention.
         spans: int32 (T, 2), keys that a token sees beside its layer's mask (`mm_token_spans`).
+        prefix_lens: int32 (R,), keys below are not left of any window.
     """
 
     num_actual_tokens: int
@@ -52,6 +53,7 @@ class CpuMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor
     encoder_seq_lens: torch.Tensor | None
     spans: torch.Tensor | None
+    prefix_lens: torch.Tensor | None
 
     # Packed when the first layer of a kind asks: a plan does not know the layers it is for.
 
@@ -65,6 +67,7 @@ class CpuMetadata(AttentionMetadata):
             self.causal,
             self.block_table,
             self.spans,
+            self.prefix_lens,
         )
 
     @cached_property
@@ -134,7 +137,7 @@ class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
             causal = batch.causal[:num_reqs].to(torch.bool).contiguous()
         else:
             causal = torch.full((num_reqs,), batch.causal)
-        encoder = batch.encoder_seq_lens
+        encoder, prefix_lens = batch.encoder_seq_lens, batch.checked_rswa_prefix_lens()
         return CpuMetadata(
             num_actual_tokens=batch.num_actual_tokens,
             num_tokens=int(starts[-1]),
@@ -146,6 +149,7 @@ class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
             slot_mapping=batch.slot_mapping,
             encoder_seq_lens=None if encoder is None else _int32(encoder[:num_reqs]),
             spans=batch.mm_token_spans(),
+            prefix_lens=None if prefix_lens is None else prefix_lens.contiguous(),
         )
 
     def update_block_table(

@@ -5,7 +5,8 @@ least `min_query_len` queries; others are left alone. Device code; `launch.launc
 
 One program serves one tile of one request and KV head. Which request that is, it finds on the device,
 so a batch of other lengths can be run without planning anew. Keys come in up to three runs: tiles cut
-by the window's left edge, tiles that all rows see whole, and tiles cut by the diagonal or the end.
+by the window's left edge, tiles that all rows see whole, and tiles cut by the diagonal or the end. A
+prefix that no window hides comes before them, in tiles seen whole and those cut by its end.
 """
 
 # The types of device code are Triton's: a literal is a constexpr, a range may hold tensors.
@@ -68,6 +69,7 @@ def attend_run(
     row_first,
     row_end,
     window,
+    prefix,
     positions,
     slopes,
     log2_scale,
@@ -90,13 +92,17 @@ def attend_run(
     """Attend to the key tiles from run_start to run_end, which is a tile border unless MASKED.
 
     MASKED: keys outside first_key to end_key, which no row of the tile sees, are not loaded (they may
-    be NaN, and 0 * NaN is NaN), and each row sees only row_first to row_end.
+    be NaN, and 0 * NaN is NaN), and each row sees only row_first to row_end. Keys below `prefix` are
+    left of nothing.
     """
     page = pages_of(table_ptr, run_start, run_end, PAGE_SIZE, BLOCK_N)
     for tile_start in range(run_start, run_end, BLOCK_N):
         tile_start = tl.multiple_of(tile_start, BLOCK_N)
         keys = tile_start + tl.arange(0, BLOCK_N)
-        wanted = (keys >= first_key) & (keys < end_key)
+        wanted = keys >= first_key
+        if prefix is not None:
+            wanted = wanted | (keys < prefix)
+        wanted = wanted & (keys < end_key)
         k, v = load_key_value(
             k_ptr,
             v_ptr,
@@ -123,7 +129,10 @@ def attend_run(
         if MASKED:
             seen = keys[None, :] < row_end[:, None]
             if window is not None:
-                seen = seen & (keys[None, :] >= row_first[:, None])
+                right = keys[None, :] >= row_first[:, None]
+                if prefix is not None:
+                    right = right | (keys < prefix)[None, :]
+                seen = seen & right
             s = tl.where(seen, s, float("-inf"))
         weights, top, total, fade = online_softmax(s, top, total, log2_scale)
         acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
@@ -138,6 +147,7 @@ def attend_run(
         "table_ptr",
         "causal_ptr",
         "spans_ptr",
+        "prefix_lens_ptr",
     ],
 )
 def attention_kernel(
@@ -151,6 +161,7 @@ def attention_kernel(
     table_ptr,
     causal_ptr,
     spans_ptr,
+    prefix_lens_ptr,
     slopes_ptr,
     sinks_ptr,
     num_reqs,
@@ -248,6 +259,13 @@ def attention_kernel(
         all_end = tl.min(tl.where(live, row_end, EVERYTHING), 0)
     start = first_key // BLOCK_N * BLOCK_N
     whole_start = tl.minimum(tl.cdiv(all_first, BLOCK_N) * BLOCK_N, end_key)
+    prefix = None
+    prefix_whole, prefix_end = 0, 0
+    if prefix_lens_ptr is not None:
+        prefix = tl.maximum(tl.minimum(tl.load(prefix_lens_ptr + request), end_key), 0)
+        prefix_whole = tl.minimum(prefix, tl.maximum(all_end, 0)) // BLOCK_N * BLOCK_N
+        prefix_end = tl.minimum(tl.cdiv(prefix, BLOCK_N) * BLOCK_N, end_key)
+        start = tl.maximum(start, prefix_end)
     whole_start = tl.maximum(whole_start, start)
     whole_end = tl.maximum(all_end, 0) // BLOCK_N * BLOCK_N
     whole_end = tl.maximum(whole_end, whole_start)
@@ -255,11 +273,18 @@ def attention_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    # Run 0: cut by the window's left edge. 1: seen whole by all rows. 2: cut by diagonal or end.
-    for run in tl.static_range(0 if window is not None else 1, 3):
+    # Run 0: prefix seen whole by all rows. 1: cut by its end. 2: cut by the window's left edge. 3: seen
+    # whole. 4: cut by diagonal or end.
+    for run in tl.static_range(
+        0 if prefix_lens_ptr is not None else 2 if window is not None else 3, 5
+    ):
         if run == 0:
-            run_start, run_end = start, whole_start
+            run_start, run_end = 0, prefix_whole
         elif run == 1:
+            run_start, run_end = prefix_whole, prefix_end
+        elif run == 2:
+            run_start, run_end = start, whole_start
+        elif run == 3:
             run_start, run_end = whole_start, whole_end
         else:
             run_start, run_end = whole_end, end_key
@@ -279,6 +304,7 @@ def attention_kernel(
             row_first,
             row_end,
             window,
+            prefix,
             positions,
             slopes,
             log2_scale,
@@ -296,7 +322,7 @@ def attention_kernel(
             BLOCK_N,
             LINEAR,
             ALIBI_SQRT,
-            run != 1,
+            run % 3 != 0,
         )
 
     sinks = None

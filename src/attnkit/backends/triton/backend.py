@@ -93,6 +93,10 @@ class TritonBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_rswa(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_non_causal(cls) -> bool:
         return True
 

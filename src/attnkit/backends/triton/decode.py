@@ -59,6 +59,18 @@ def span_of(
 
 
 @triton.jit
+def gap_of(prefix_lens_ptr, request, start, end_key, BLOCK_N: tl.constexpr):
+    """Of a request with a prefix that no window hides: where the prefix ends (and the tile that it ends
+    in), and how many keys between that tile and the window's first one, at `start`, nobody sees.
+
+    Segments count keys without the gap.
+    """
+    prefix = tl.maximum(tl.minimum(tl.load(prefix_lens_ptr + request), end_key), 0)
+    prefix_end = tl.cdiv(prefix, BLOCK_N) * BLOCK_N
+    return prefix, prefix_end, tl.maximum(start - prefix_end, 0)
+
+
+@triton.jit
 def segment_len_of(span, max_segments, SEGMENT: tl.constexpr, BLOCK_N: tl.constexpr):
     """Keys in a segment, a multiple of BLOCK_N, so that `span` keys make at most `max_segments`."""
     needed = tl.cdiv(tl.cdiv(span, max_segments), BLOCK_N) * BLOCK_N
@@ -82,6 +94,7 @@ def segment_len_of(span, max_segments, SEGMENT: tl.constexpr, BLOCK_N: tl.conste
         "table_ptr",
         "causal_ptr",
         "spans_ptr",
+        "prefix_lens_ptr",
     ],
 )
 def decode_kernel(
@@ -98,6 +111,7 @@ def decode_kernel(
     table_ptr,
     causal_ptr,
     spans_ptr,
+    prefix_lens_ptr,
     slopes_ptr,
     sinks_ptr,
     max_query_len,
@@ -160,8 +174,12 @@ def decode_kernel(
         spans_ptr, first_token, first_query, query_len, kv_len, reach, window, BLOCK_Q, BLOCK_M
     )
     start = first_key // BLOCK_N * BLOCK_N
-    segment_len = segment_len_of(end_key - start, max_segments, SEGMENT, BLOCK_N)
-    num_segments = tl.cdiv(end_key - start, segment_len)
+    end = end_key
+    if prefix_lens_ptr is not None:
+        prefix, prefix_end, gap = gap_of(prefix_lens_ptr, request, start, end_key, BLOCK_N)
+        start, end = start * 0, end_key - gap
+    segment_len = segment_len_of(end - start, max_segments, SEGMENT, BLOCK_N)
+    num_segments = tl.cdiv(end - start, segment_len)
     share = tl.cdiv(num_segments, num_splits)
     first_segment = split * share
     end_segment = tl.minimum(first_segment + share, num_segments)
@@ -207,16 +225,27 @@ def decode_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for segment in range(first_segment, end_segment):
         segment_start = start + segment * segment_len
-        segment_end = tl.minimum(segment_start + segment_len, end_key)
+        segment_end = tl.minimum(segment_start + segment_len, end)
         seg_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         seg_total = tl.zeros([BLOCK_M], tl.float32)
         seg_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        page = pages_of(table, segment_start, segment_end, PAGE_SIZE, BLOCK_N)
-        for tile_start in range(segment_start, segment_end, BLOCK_N):
+        first_tile, past_key = segment_start, segment_end
+        if prefix_lens_ptr is not None:
+            first_tile += tl.where(segment_start >= prefix_end, gap, 0)
+            past_key += tl.where(segment_end > prefix_end, gap, 0)
+        page = pages_of(table, first_tile, past_key, PAGE_SIZE, BLOCK_N)
+        for tile in range(segment_start, segment_end, BLOCK_N):
+            tile_start, next_tile = tile, tile + BLOCK_N
+            if prefix_lens_ptr is not None:
+                tile_start += tl.where(tile >= prefix_end, gap, 0)
+                next_tile += tl.where(next_tile >= prefix_end, gap, 0)
             tile_start = tl.multiple_of(tile_start, BLOCK_N)
             keys = tile_start + tl.arange(0, BLOCK_N)
             # Keys that no row sees are not loaded: they may be NaN, and 0 * NaN is NaN.
-            wanted = (keys >= first_key) & (keys < end_key)
+            wanted = keys >= first_key
+            if prefix_lens_ptr is not None:
+                wanted = wanted | (keys < prefix)
+            wanted = wanted & (keys < end_key)
             k, v = load_key_value(
                 k_head_ptr,
                 v_head_ptr,
@@ -238,11 +267,14 @@ def decode_kernel(
             )
             k = k.to(q.dtype)
             v = v.to(q.dtype)
-            page = pages_of(table, tile_start + BLOCK_N, segment_end, PAGE_SIZE, BLOCK_N)
+            page = pages_of(table, next_tile, past_key, PAGE_SIZE, BLOCK_N)
             s = scores(q, k, keys, positions, slopes, scale, soft_cap, LINEAR, ALIBI_SQRT)
             seen = keys[None, :] < row_end[:, None]
             if window is not None:
-                seen = seen & (keys[None, :] >= row_first[:, None])
+                right = keys[None, :] >= row_first[:, None]
+                if prefix_lens_ptr is not None:
+                    right = right | (keys < prefix)[None, :]
+                seen = seen & right
             s = tl.where(seen, s, float("-inf"))
             weights, seg_top, seg_total, fade = online_softmax(s, seg_top, seg_total, log2_scale)
             seg_acc = tl.dot(
@@ -282,6 +314,7 @@ def decode_kernel(
         "kv_lens_ptr",
         "causal_ptr",
         "spans_ptr",
+        "prefix_lens_ptr",
     ],
 )
 def merge_kernel(
@@ -294,6 +327,7 @@ def merge_kernel(
     kv_lens_ptr,
     causal_ptr,
     spans_ptr,
+    prefix_lens_ptr,
     sinks_ptr,
     max_query_len,
     causal,
@@ -332,7 +366,11 @@ def merge_kernel(
     first_key, end_key = span_of(
         spans_ptr, first_token, first_query, query_len, kv_len, reach, window, BLOCK_Q, BLOCK_M
     )
-    span = end_key - first_key // BLOCK_N * BLOCK_N
+    start = first_key // BLOCK_N * BLOCK_N
+    span = end_key - start
+    if prefix_lens_ptr is not None:
+        _, _, gap = gap_of(prefix_lens_ptr, request, start, end_key, BLOCK_N)
+        span = end_key - gap
     segment_len = segment_len_of(span, max_segments, SEGMENT, BLOCK_N)
     num_segments = tl.cdiv(span, segment_len)
     log2_scale = 1.0

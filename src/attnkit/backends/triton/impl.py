@@ -119,6 +119,7 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             block_table=None if cacheless else plan.block_table,
             causal=plan.causal if is_decoder else False,
             spans=plan.spans if is_decoder else None,
+            prefix_lens=plan.prefix_lens if is_decoder else None,
         )
         decoded = 0
         if not cacheless:

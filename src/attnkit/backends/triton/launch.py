@@ -255,6 +255,7 @@ def decode_calls(
         "kv_lens_ptr",
         "causal_ptr",
         "spans_ptr",
+        "prefix_lens_ptr",
         "sinks_ptr",
         "causal",
         "window",
@@ -356,19 +357,25 @@ def _tensors(o: Operands, variant: AttentionVariant) -> dict[str, torch.Tensor |
         "table_ptr": o.block_table,
         "causal_ptr": o.causal if isinstance(o.causal, torch.Tensor) else None,
         "spans_ptr": o.spans,
+        # Without a window there is nothing that a prefix could be an exception to.
+        "prefix_lens_ptr": None if _window(variant) is None else o.prefix_lens,
         "slopes_ptr": variant.alibi_slopes,
         "sinks_ptr": variant.sinks,
     }
 
 
 def _scalars(o: Operands, variant: AttentionVariant) -> dict[str, float | None]:
-    window = variant.sliding_window
     return {
         "causal": 1 if isinstance(o.causal, torch.Tensor) else int(o.causal),
-        "window": None if window is None or window >= _NO_WINDOW else window,
+        "window": _window(variant),
         "scale": variant.scale,
         "soft_cap": variant.logits_soft_cap,
     }
+
+
+def _window(variant: AttentionVariant) -> int | None:
+    window = variant.sliding_window
+    return None if window is None or window >= _NO_WINDOW else window
 
 
 def _strides(o: Operands) -> dict[str, int]:

@@ -29,6 +29,7 @@ class Operands:
         causal: of all requests, or bool (R,).
         spans: int32 (T, 2), dense: keys [start, end) that a token sees beside the layer's mask, as
             `CommonAttentionMetadata.mm_token_spans` makes them; None: no token sees any.
+        prefix_lens: int32 (R,): keys below are not left of any window; None: no request has any.
     """
 
     query: torch.Tensor
@@ -41,6 +42,7 @@ class Operands:
     block_table: torch.Tensor | None
     causal: bool | torch.Tensor
     spans: torch.Tensor | None = None
+    prefix_lens: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         q, k, v, out, lse = self.query, self.key, self.value, self.output, self.lse

@@ -53,6 +53,7 @@ class TritonMetadata:
         slot_mapping: int64 (T,).
         causal: of all requests, or bool (R,).
         spans: int32 (T, 2), keys that a token sees beside its layer's mask (`mm_token_spans`).
+        prefix_lens: int32 (R,), keys below are not left of any window.
         max_query_len: no request has more queries.
         min_query_len: no request but an empty one has fewer.
         max_kv_len: no request has more keys; sizes memory, never masks.
@@ -69,6 +70,7 @@ class TritonMetadata:
     slot_mapping: torch.Tensor
     causal: bool | torch.Tensor
     spans: torch.Tensor | None
+    prefix_lens: torch.Tensor | None
     max_query_len: int
     min_query_len: int
     max_kv_len: int
@@ -117,6 +119,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             slot_mapping=batch.slot_mapping,
             causal=batch.causal,
             spans=batch.mm_token_spans(),
+            prefix_lens=batch.checked_rswa_prefix_lens(),
             max_query_len=batch.max_query_len,
             min_query_len=_min_query_len(batch),
             max_kv_len=max_kv_len,
