@@ -205,6 +205,8 @@ def brute_force_hit(manager: BlockManager, blocks: RequestBlocks, token_ids: lis
     for end in range(len(token_ids) - 1, 0, -1):
         if any(end % r.block_size for r in manager.retentions):
             continue
+        if end > blocks.prefix_len and any(r.keeps_prefix for r in manager.retentions):
+            continue  # What is behind a kept prefix depends on its length.
         if all(
             manager.pool.find(manager._key(blocks, g, key // r.block_size)) is not None
             for g, r in enumerate(manager.retentions)

@@ -330,8 +330,9 @@ class CpuImpl(AttentionImpl[CpuMetadata]):
         starts, causal = plan.query_start_loc.tolist(), plan.causal.tolist()
         is_decoder = variant.attn_type is AttentionType.DECODER
         spans = plan.spans if is_decoder else None
-        has_prefixes = is_decoder and plan.prefix_lens is not None
-        prefixes = plan.prefix_lens.tolist() if has_prefixes else [0] * len(causal)
+        prefixes = [0] * len(causal)
+        if is_decoder and plan.prefix_lens is not None:
+            prefixes = plan.prefix_lens.tolist()
         requests = []
         for request in plan.served.tolist():
             start, end = starts[request], starts[request + 1]
