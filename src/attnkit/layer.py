@@ -71,6 +71,7 @@ class Attention(PagedLayer):
         block_size: int = 16,
         return_lse: bool = False,
         use_non_causal: bool = False,
+        use_kv_connector: bool = False,
         use_mm_prefix: bool = False,
         use_rswa: bool = False,
         use_per_head_quant_scales: bool = False,
@@ -99,6 +100,7 @@ class Attention(PagedLayer):
             block_size: tokens in a kernel block.
             return_lse: return (output, lse).
             use_non_causal: batches with `causal` False will come.
+            use_kv_connector: somebody else will copy pages out of and into the cache.
             use_mm_prefix: batches with `mm_req_doc_ranges` will come.
             use_rswa: the window leaves each request's prefix visible (`rswa_prefix_lens` of a batch).
             use_per_head_quant_scales: `_q_scale`, `_k_scale` and `_v_scale` have one entry per KV head
@@ -179,6 +181,7 @@ class Attention(PagedLayer):
                 attn_type=self.attn_type.value,
                 has_sliding_window=sliding_window is not None,
                 use_non_causal=use_non_causal,
+                use_kv_connector=use_kv_connector,
                 use_mm_prefix=use_mm_prefix,
                 use_rswa=use_rswa,
                 use_alibi=alibi_slopes is not None,

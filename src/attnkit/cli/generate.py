@@ -76,13 +76,24 @@ def generate(
             "--compile", help="Let torch.compile fuse the model: slow start, faster steps."
         ),
     ] = False,
+    kv_load: Annotated[
+        str | None,
+        typer.Option(help="Take a prompt's beginning from this file instead of computing it."),
+    ] = None,
+    kv_save: Annotated[
+        str | None,
+        typer.Option(help="Write the keys and values of the prompt and its text to this file."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Continue or answer prompts with a model."""
+    from attnkit.runner.kv_file import SafetensorsFile
     from attnkit.runner.llm import LLM, Interrupted
     from attnkit.runner.sampling_params import SamplingParams
 
     texts = _read_prompts(prompts or [], file)
+    if kv_save is not None and len(texts) > 1:
+        raise RequestError(f"--kv-save keeps one prompt, and there are {len(texts)}; give one")
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -102,6 +113,7 @@ def generate(
         device=device,
         block_size=block_size,
         max_num_batched_tokens=max_num_batched_tokens,
+        kv_connector=kv_load is not None or kv_save is not None,
         compile=compile,
         notice=_say,
     )
@@ -111,6 +123,8 @@ def generate(
     kind = str(llm.dtype).removeprefix("torch.")
     _say(f"{llm.name}, {kind}, on {packed.device}, pages of {packed.block_size} tokens")
     _say(llm.explain())
+    if kv_load is not None:
+        _say(f"{llm.load_kv(SafetensorsFile(kv_load))} tokens loaded from {kv_load}")
     encoded = _encode(llm, texts, llm.has_chat_template if chat is None else chat)
     start = time.perf_counter()
     interrupted = False
@@ -132,6 +146,10 @@ def generate(
         for text, output in zip(texts, outputs, strict=True):
             typer.echo(f"> {text}\n{output.outputs[0].text}\n")
     _say(_summary(outputs, seconds) + (", interrupted" if interrupted else ""))
+    if kv_save is not None:
+        (output,) = outputs
+        token_ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        _say(f"{llm.save_kv(SafetensorsFile(kv_save), token_ids)} tokens saved to {kv_save}")
     errors = [output.error for output in outputs if output.error is not None]
     for error in errors:
         _say(f"error: {error}")

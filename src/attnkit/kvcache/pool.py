@@ -178,6 +178,41 @@ class PagedKVCache:
         for name, tensor in self._tensors.items():
             tensor.movedim(self._block_dims.get(name, 0), 0)[index] = _nan_like(tensor)
 
+    def read_blocks(self, layer_name: str, block_ids: Sequence[int]) -> torch.Tensor:
+        """The contents of whole blocks, one after the other, whatever the layout.
+
+        Returns:
+            (num_blocks * block_size, num_kv_heads, elements), a copy.
+
+        Raises:
+            CacheError: there is no such block, or the layer's backend has a cache shape of its own.
+        """
+        pages = self._pages(layer_name, block_ids)
+        return self._tensors[layer_name][pages].transpose(1, 2).flatten(0, 1)
+
+    def write_blocks(self, layer_name: str, block_ids: Sequence[int], rows: torch.Tensor) -> None:
+        """Fill whole blocks with what `read_blocks` returned, of this cache or of another.
+
+        Raises:
+            CacheError: as `read_blocks`; nothing has been written.
+        """
+        pages = self._pages(layer_name, block_ids)
+        tensor = self._tensors[layer_name]
+        filled = rows.to(self.device).unflatten(0, (len(pages), tensor.shape[2]))
+        tensor[pages] = filled.transpose(1, 2)
+
+    def _pages(self, layer_name: str, block_ids: Sequence[int]) -> torch.Tensor:
+        """Kernel blocks of whole blocks, in order."""
+        self._check_blocks(block_ids)
+        if layer_name in self._block_dims:
+            raise CacheError(
+                f"layer {layer_name} has a cache of its backend's own shape, whose tokens nobody else "
+                "can read; use a backend of the current generation"
+            )
+        ratio = self.blocks_per_block
+        ids = torch.tensor(block_ids, dtype=torch.long, device=self.device)
+        return (ids[:, None] * ratio + torch.arange(ratio, device=self.device)).flatten()
+
     def copy_blocks(self, source: PagedKVCache, moves: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks of every layer.
 

@@ -198,6 +198,43 @@ class BlockManager:
             tables.append(tuple(table))
         return PrefixHit(end, tuple(tables))
 
+    def find_everything(self, blocks: RequestBlocks, token_ids: Sequence[int]) -> PrefixHit:
+        """Like `find_prefix`, but up to the last whole block, and with every block that is still there.
+
+        Behind a window pages may be left that no query needs any more; they are in the tables too, as
+        far as they go back without a gap.
+        """
+        # A token more, since the last one would stay out.
+        hit = self.find_prefix(blocks, [*token_ids, -1])
+        tables = []
+        for group, (retention, table) in enumerate(zip(self.retentions, hit.tables, strict=True)):
+            found = list(table)
+            index = min(retention.first_block(hit.num_tokens), len(found)) - 1
+            while index >= 0 and (block := self._find(blocks, group, index)) is not None:
+                found[index] = block
+                index -= 1
+            tables.append(tuple(found))
+        return PrefixHit(hit.num_tokens, tuple(tables))
+
+    def take_from(
+        self, blocks: RequestBlocks, first_blocks: Sequence[int], num_blocks: Sequence[int]
+    ) -> None:
+        """Allocate blocks of a prefix that comes from elsewhere. The tables must be empty.
+
+        Args:
+            first_blocks: per group, how many blocks at the beginning are not there.
+            num_blocks: per group, blocks in all.
+
+        Raises:
+            OutOfPages: not enough blocks are free; nothing was changed.
+        """
+        assert not any(blocks.tables)
+        counts = [max(0, n - first) for first, n in zip(first_blocks, num_blocks, strict=True)]
+        ids = self.pool.allocate(sum(counts))
+        for group, (first, count) in enumerate(zip(first_blocks, counts, strict=True)):
+            blocks.tables[group] = [NULL_BLOCK] * (first if count else 0) + ids[:count]
+            del ids[:count]
+
     def take_prefix(self, blocks: RequestBlocks, hit: PrefixHit) -> None:
         """Hold the blocks of a hit just found. The tables must be empty."""
         assert not any(blocks.tables)

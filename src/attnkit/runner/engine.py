@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from attnkit.errors import RequestError
-from attnkit.kvcache.blocks import BlockPool
+from attnkit.kvcache.blocks import NULL_BLOCK, BlockPool
 from attnkit.kvcache.tables import BlockManager
+from attnkit.kvcache.transfer import LayerContents, PrefixContents, rows_of, whole_blocks
 from attnkit.runner.detokenizer import TextStream, Tokenizer
 from attnkit.runner.model import PackedModel, StepPlanner
 from attnkit.runner.output import CompletionOutput, RequestOutput, StreamOutput
@@ -258,6 +259,75 @@ class Engine:
             while not entry.has_news:
                 self.step()
             return entry.take()
+
+    def export_prefix(self, token_ids: Sequence[int], model: str) -> PrefixContents:
+        """What the cache holds of a prefix: whole blocks, as far as they are there.
+
+        Args:
+            token_ids: a prompt and its output, say.
+            model: identifies the weights, for `PrefixContents`.
+        """
+        with self._lock:
+            blocks = self.manager.new_request()
+            hit = self.manager.find_everything(blocks, token_ids)
+            layers = {}
+            for group, table in zip(self.model.kv_plan.groups, hit.tables, strict=True):
+                first = next((i for i, b in enumerate(table) if b != NULL_BLOCK), len(table))
+                for name in group.layer_names:
+                    rows = self.cache.read_blocks(name, table[first:]).cpu()
+                    layers[name] = self._contents(name, first * group.retention.block_size, rows)
+        return PrefixContents(
+            model=model, token_ids=tuple(token_ids[: hit.num_tokens]), layers=layers
+        )
+
+    def empty_prefix(self, model: str) -> PrefixContents:
+        """No token, but what rows must look like: for `KVConnector.load`."""
+        layers = {name: self._contents(name, 0, self.cache.read_blocks(name, ()).cpu())
+                  for name in self.model.layers}  # fmt: skip
+        return PrefixContents(model=model, token_ids=(), layers=layers)
+
+    def import_prefix(self, contents: PrefixContents) -> int:
+        """Put a prefix into the cache, where prompts that begin with it find it.
+
+        Args:
+            contents: checked by `check_fits`.
+
+        Returns:
+            Its tokens in whole blocks of every group.
+
+        Raises:
+            OutOfPages: the cache has less room; nothing was changed.
+        """
+        groups, manager, layers = self.model.kv_plan.groups, self.manager, contents.layers
+        num_tokens = len(contents.token_ids)
+        with self._lock:
+            blocks = manager.new_request()
+            spans = [
+                whole_blocks(
+                    layers[g.layer_names[0]].first_token, num_tokens, g.retention.block_size
+                )
+                for g in groups
+            ]
+            manager.take_from(blocks, [s.start for s in spans], [s.stop for s in spans])
+            if self._poison:  # Or the next step would, over what is written now.
+                self.cache.poison_blocks(manager.pool.take_poisonable())
+            for group, span, table in zip(groups, spans, blocks.tables, strict=True):
+                for name in group.layer_names if span else ():
+                    rows = rows_of(layers[name], span, group.retention.block_size)
+                    self.cache.write_blocks(name, table[span.start :], rows)
+            manager.settle(blocks, contents.token_ids, num_tokens)
+            manager.release(blocks)
+        return num_tokens // manager.hit_unit * manager.hit_unit
+
+    def _contents(self, name: str, first_token: int, rows: torch.Tensor) -> LayerContents:
+        layer = self.model.layers[name]
+        scales = [tuple(s.flatten().tolist()) for s in (layer._k_scale, layer._v_scale)]
+        return LayerContents(
+            first_token=first_token,
+            rows=rows,
+            kv_cache_dtype=layer.kv_cache_dtype,
+            scales=(scales[0], scales[1]),
+        )
 
     def step(self) -> None:
         """Run one step for whoever is scheduled. Nothing happens where no request is left."""

@@ -15,9 +15,11 @@ from typing import Any, TypeAlias
 import torch
 
 from attnkit.contract import AttentionBackend
-from attnkit.errors import ModelError, RequestError
+from attnkit.errors import CacheError, ConfigurationError, ModelError, RequestError
+from attnkit.kvcache.transfer import KVConnector
 from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.engine import Engine, EngineStats, Entry
+from attnkit.runner.fingerprint import model_fingerprint
 from attnkit.runner.interrupt import Interrupted, interrupts_after
 from attnkit.runner.linear import pack_linears
 from attnkit.runner.loading import load_model, load_tokenizer
@@ -57,6 +59,7 @@ class LLM:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool = True,
+        kv_connector: bool = False,
         compile: bool = False,
         seed: int = 0,
         debug_poison: bool = False,
@@ -82,6 +85,7 @@ class LLM:
             max_num_batched_tokens: tokens computed in one step; longer prompts are computed in
                 chunks. None: 2048 on a CPU, 8192 on a GPU.
             enable_prefix_caching: compute a beginning that prompts share once.
+            kv_connector: `save_kv` and `load_kv` will be used; only backends that allow it are chosen.
             compile: let torch.compile fuse what lies between weights and attention. The first
                 steps take minutes, and on a CPU packed copies of the weights stay in memory.
             seed: of requests whose SamplingParams have none.
@@ -94,11 +98,18 @@ class LLM:
             BackendError: no such backend, or it cannot serve the model; with every reason.
             CacheError: the memory holds no page.
         """
+        if kv_connector and not enable_prefix_caching:
+            raise ConfigurationError(
+                "kv_connector finds and leaves prefixes in the prefix cache, which is switched off; "
+                "leave enable_prefix_caching on"
+            )
         where = choose_device(device)
         checkpoint = resolve_checkpoint(model, notice)
         self.name = checkpoint.name
         self.model_path: Path = checkpoint.path
         loaded, self.dtype = load_model(checkpoint, dtype, where)
+        # Before its weights are packed, which hides them.
+        self._fingerprint = model_fingerprint(loaded) if kv_connector else None
         if not compile:
             pack_linears(loaded)
         tokens = max_num_batched_tokens
@@ -111,6 +122,7 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
+            use_kv_connector=kv_connector,
         )
         if compile:
             loaded.compile(dynamic=True, options=_COMPILE_OPTIONS if where.type == "cpu" else None)
@@ -277,6 +289,50 @@ class LLM:
                     return
         finally:
             self.engine.abort([entry])
+
+    def save_kv(self, connector: KVConnector, token_ids: Sequence[int]) -> int:
+        """Hand the keys and values of a prefix to a connector, as far as the cache has whole pages.
+
+        Args:
+            connector: `attnkit.runner.kv_file.SafetensorsFile`, say.
+            token_ids: the prefix: a prompt, or a prompt and its output.
+
+        Returns:
+            How many tokens were saved.
+
+        Raises:
+            ConfigurationError: the LLM was made without `kv_connector`.
+            CacheError: the connector cannot save, or no page of the prefix is there.
+        """
+        contents = self.engine.export_prefix(token_ids, self._checked_fingerprint())
+        if not contents.token_ids:
+            raise CacheError(
+                f"the cache has no whole page of {self.engine.manager.hit_unit} tokens of this prefix; "
+                "generate from it first, or give a longer one"
+            )
+        connector.save(contents)
+        return len(contents.token_ids)
+
+    def load_kv(self, connector: KVConnector) -> int:
+        """Take a prefix from a connector: prompts that begin with it are not computed again.
+
+        Returns:
+            How many tokens are there now.
+
+        Raises:
+            ConfigurationError: the LLM was made without `kv_connector`.
+            CacheError: nothing usable came; the cache is as it was.
+            OutOfPages: the cache has less room than the prefix needs; likewise.
+        """
+        wanted = self.engine.empty_prefix(self._checked_fingerprint())
+        return self.engine.import_prefix(connector.load(wanted))
+
+    def _checked_fingerprint(self) -> str:
+        if self._fingerprint is None:
+            raise ConfigurationError(
+                "this LLM was made without a KV connector; make it with kv_connector=True"
+            )
+        return self._fingerprint
 
     def close(self) -> None:
         """Stop the thread that streams use. Requests under way are not waited for."""

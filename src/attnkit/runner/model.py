@@ -71,6 +71,7 @@ class PackedModel:
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
+        use_kv_connector: bool = False,
     ) -> None:
         """Probe `model` and attach a layer to each of its attention modules.
 
@@ -82,6 +83,7 @@ class PackedModel:
             max_model_len: None: what the model's configuration says. Smaller values are allowed.
             max_num_seqs: most requests in a step; backends size buffers by it.
             max_num_batched_tokens: most tokens in a step, likewise.
+            use_kv_connector: pages will be copied out of and into the cache.
 
         Raises:
             ModelError: the model cannot be driven.
@@ -91,6 +93,7 @@ class PackedModel:
         self.model = model.eval()
         self.device = next(model.parameters()).device
         self.max_model_len = max_model_len_of(model, max_model_len)
+        self._use_kv_connector = use_kv_connector
         self._previous = attention_names(model)
         with left_alone_on_error(model):
             facts = probe(model, self.max_model_len)
@@ -221,6 +224,7 @@ class PackedModel:
             backend=backend,
             layer_name=fact.name,
             block_size=block_size,
+            use_kv_connector=self._use_kv_connector,
             vllm_config=config,
         )
 
