@@ -2,7 +2,8 @@
 
 In: backend classes. Out: `capability_matrix`, one row per feature and one cell per backend, read
 from the same methods that selection asks. The command line prints it, the docs hold it, and the
-conformance kit checks each yes and each no.
+conformance kit checks each yes and each no. Backends over latents (MLA) have a matrix of their own,
+`mla_matrix`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from attnkit.contract import (
     AttentionType,
     DeviceCapability,
     FullAttentionSpec,
+    MLADimensions,
     VllmConfig,
 )
 
@@ -44,6 +46,54 @@ FLAGS: dict[str, str] = {
     "sparse": "is_sparse",
 }
 """Row of the matrix -> the class method that answers it."""
+
+
+MLA_FLAGS = (
+    "log-sum-exp output",
+    "batch invariance",
+    "device-side query lengths",
+    "KV connector",
+    "DCP",
+    "PCP",
+    "sparse",
+)
+"""Rows of `FLAGS` that backends over latents answer."""
+
+_LATENTS = {
+    "512 + 64": MLADimensions(
+        kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+    ),
+    "256 + 64": MLADimensions(
+        kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=128
+    ),
+    "256 + 32": MLADimensions(
+        kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64
+    ),
+}
+"""Latents of models: DeepSeek-V2 and V3 and most others; Mistral 4; MiniCPM3."""
+
+
+def mla_matrix(backends: dict[str, type[AttentionBackend]]) -> list[tuple[str, list[str]]]:
+    """As `capability_matrix`, for backends over latents."""
+    common = ("devices", "dtypes", "cache formats", "kernel block sizes", "layouts")
+    wanted = (*common, *MLA_FLAGS, "graph capture")
+    rows = [row for row in capability_matrix(backends) if row[0] in wanted]
+    rows.insert(
+        3,
+        (
+            "latents",
+            [
+                _list(
+                    name
+                    for name, d in _LATENTS.items()
+                    if c.supports_head_size(d.latent_size)
+                    and c.supports_mla_dimensions(d, "auto") is None
+                )
+                for c in backends.values()
+            ],
+        ),
+    )
+    return rows
 
 
 def capability_matrix(
@@ -75,13 +125,10 @@ def capability_matrix(
     return rows
 
 
-def matrix_markdown(backends: dict[str, type[AttentionBackend]]) -> str:
-    """The matrix as a Markdown table."""
-    lines = [
-        "| | " + " | ".join(backends) + " |",
-        "|---|" + "---|" * len(backends),
-    ]
-    lines += [f"| {row} | {' | '.join(cells)} |" for row, cells in capability_matrix(backends)]
+def matrix_markdown(names: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> str:
+    """A matrix as a Markdown table, one column per name."""
+    lines = ["| | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+    lines += [f"| {row} | {' | '.join(cells)} |" for row, cells in rows]
     return "\n".join(lines) + "\n"
 
 

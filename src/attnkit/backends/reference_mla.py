@@ -145,6 +145,8 @@ class ReferenceMLAImpl(MLAAttentionImpl[MLAMetadata]):
         lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
         starts = plan.query_start_loc.tolist()
         for request, kv_len in enumerate(plan.seq_lens.tolist()):
+            if starts[request] == starts[request + 1]:
+                continue  # A padding row: neither its length nor its pages mean anything.
             latents = self._gather(
                 kv_c_and_k_pe_cache, plan.block_table[request], kv_len, layer._k_scale
             )

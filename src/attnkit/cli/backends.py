@@ -1,7 +1,7 @@
 """`attnkit backends`: the capability matrix.
 
 In: nothing, or names. Out: one column per backend, asked of the classes themselves, and a first row
-that says whether it can run on this machine.
+that says whether it can run on this machine. Backends over latents have a table of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from attnkit.contract import AttentionBackend
 from attnkit.errors import BackendUnavailable
-from attnkit.matrix import capability_matrix
+from attnkit.matrix import capability_matrix, mla_matrix
 from attnkit.selection import backend_names, resolve
 
 
@@ -28,7 +28,6 @@ def backends(
 ) -> None:
     """Show what each backend can do, and whether it can run here."""
     found: dict[str, type[AttentionBackend]] = {}
-    here: list[str] = []
     for name in names or backend_names():
         try:
             found[name] = resolve(name)
@@ -36,14 +35,22 @@ def backends(
             if names:
                 raise
             typer.echo(f"{name}: {absent}", err=True)
-            continue
-        here.append(found[name].is_available() or "yes")
-    rows = [("runs here", here), *capability_matrix(found)]
+    tables = []
+    for matrix, latent in ((capability_matrix, False), (mla_matrix, True)):
+        kind = {name: cls for name, cls in found.items() if cls.is_mla() is latent}
+        if kind:
+            here = [cls.is_available() or "yes" for cls in kind.values()]
+            tables.append((kind, [("runs here", here), *matrix(kind)]))
     if as_json:
-        cells = {name: {row: answers[i] for row, answers in rows} for i, name in enumerate(found)}
+        cells = {
+            name: {row: answers[i] for row, answers in rows}
+            for kind, rows in tables
+            for i, name in enumerate(kind)
+        }
         typer.echo(json.dumps(cells, indent=2))
         return
-    table = Table("", *found, row_styles=["", "dim"])
-    for row, answers in rows:
-        table.add_row(row, *answers)
-    Console().print(table)
+    for kind, rows in tables:
+        table = Table("", *kind, row_styles=["", "dim"])
+        for row, answers in rows:
+            table.add_row(row, *answers)
+        Console().print(table)

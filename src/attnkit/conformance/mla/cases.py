@@ -32,7 +32,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 SIZES = (
     MLADimensions(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
-    MLADimensions(kv_lora_rank=256, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256),
+    MLADimensions(kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256),
+    MLADimensions(kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=128),
     MLADimensions(kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
     MLADimensions(kv_lora_rank=448, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64),
     MLADimensions(kv_lora_rank=128, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32),
@@ -40,7 +41,7 @@ SIZES = (
     MLADimensions(kv_lora_rank=48, qk_nope_head_dim=24, qk_rope_head_dim=16, v_head_dim=40),
     MLADimensions(kv_lora_rank=20, qk_nope_head_dim=7, qk_rope_head_dim=6, v_head_dim=5),
 )
-"""DeepSeek-V2/V3's, GLM-5's, MiniCPM3's, others that a kernel might be made for, and odd ones."""
+"""DeepSeek-V2/V3's, GLM-5's, Mistral 4's, MiniCPM3's, others a kernel might be made for, odd ones."""
 
 
 @functools.cache

@@ -97,7 +97,7 @@ def _sizes(basis: MLABasis) -> list[Claim]:
             },
             shown_by=lambda c, d=d: has(c, d),
         )
-        for d in (basis.dimensions, *SIZES)
+        for d in dict.fromkeys((basis.dimensions, *SIZES))
     ]
     claims += [
         Claim(

@@ -1,0 +1,184 @@
+"""Replays of public bug reports about latents, on every backend over latents that can run here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attnkit.backends import MLA_BACKENDS
+from attnkit.conformance.checks import bits, run_and_judge
+from attnkit.conformance.inputs import Tokens
+from attnkit.conformance.mla.case import MLACase
+from attnkit.conformance.mla.subject import MLASubject
+from attnkit.conformance.subject import NotClaimed, Result
+from attnkit.errors import BackendUnavailable
+
+
+def _subjects() -> list[MLASubject]:
+    found = []
+    for name in MLA_BACKENDS:
+        for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
+            try:
+                subject = MLASubject.of(name, device)
+                subject.basis()
+                subject.layer(subject.plain_case("runs", query_lens=(1,), seq_lens=(1,)))
+            except (BackendUnavailable, NotClaimed):
+                continue
+            found.append(subject)
+            break
+    return found  # type: ignore[return-value]
+
+
+@pytest.fixture(params=_subjects(), ids=lambda subject: subject.name)
+def subject(request: pytest.FixtureRequest) -> MLASubject:
+    return request.param
+
+
+def replay(subject: MLASubject, case: MLACase, tokens: Sequence[Tokens] | None = None) -> Result:
+    """Judged by the oracle."""
+    try:
+        layer = subject.layer(case)
+    except NotClaimed as refusal:
+        pytest.skip(f"refused, which is an answer: {refusal}")
+    result, _ = run_and_judge(subject, layer, subject.inputs(layer, case, tokens=tokens))
+    return result
+
+
+def small(subject: MLASubject, name: str, **fields: Any) -> MLACase:
+    """A case in the report's own sizes where the backend takes them, else in the backend's."""
+    case = MLACase(name=name, **fields)
+    return (
+        case
+        if subject.takes(case.dimensions, "auto")
+        else subject.plain_case(name, **_without_sizes(fields))
+    )
+
+
+def _without_sizes(fields: dict[str, Any]) -> dict[str, Any]:
+    sizes = ("head_size", "head_size_v", "qk_nope_head_dim", "v_head_dim")
+    return {name: value for name, value in fields.items() if name not in sizes}
+
+
+def test_br009_a_padding_request_is_zero_and_spoils_nothing(subject: MLASubject) -> None:
+    fields: dict[str, Any] = {"num_heads": 16, "return_lse": subject.basis().lse}
+    lens = ((1, 1, 1, 1), (5, 9, 2, 0))
+    case = subject.plain_case("br009", query_lens=lens[0], seq_lens=lens[1], **fields)
+    result = replay(subject, case)
+    assert bool((result.out[3] == 0).all())
+    assert math.isfinite(float(result.out.abs().amax()))
+    if result.lse is not None:
+        assert bool((result.lse[3] == -math.inf).all())
+    # The real rows answer as without it.
+    inputs = subject.inputs(subject.layer(case), case)
+    real = replace(case, query_lens=lens[0][:3], seq_lens=lens[1][:3])
+    tokens = [Tokens(q=s.q, k=s.k, v=s.v) for s in inputs.sequences[:3]]
+    replay(subject, real, tokens)
+
+
+def test_br011_br013_padding_is_written_nowhere(subject: MLASubject) -> None:
+    """Slot -1 is neither the last slot nor the null block's; both keep their bits."""
+    for name in subject.basis().formats:
+        case = subject.plain_case(
+            "br011",
+            query_lens=(1, 1),
+            seq_lens=(6, 1),
+            padding_tokens=3,
+            kv_cache_dtype=name,
+            dimensions=subject.basis().tiled,
+        )
+        layer = subject.layer(case)
+        inputs = subject.inputs(layer, case)
+        inputs.key[2:], inputs.value[2:] = math.nan, math.nan
+        pages = inputs.kv_cache.view(torch.uint8)
+        pages[0] = 0x5A
+        pages[-1, :, -1] = 0x3C
+        before = bits(pages)
+        layer.impl.do_kv_cache_update(
+            inputs.key[:, 0],
+            inputs.value,
+            inputs.kv_cache[:, 0],
+            inputs.batch.slot_mapping,
+            name,
+            layer._k_scale,
+        )
+        changed = (bits(pages) != before).any(-1).nonzero().tolist()
+        written = [slot for slot in inputs.batch.slot_mapping.tolist() if slot >= 0]
+        assert [b * case.block_size + n for b, _, n in changed] == sorted(written), name
+
+
+@pytest.mark.parametrize("workspace", [1, 16, 1000])
+def test_br090_context_in_chunks(subject: MLASubject, workspace: int) -> None:
+    """Requests whose context ends earlier have empty parts in later chunks."""
+    case = small(
+        subject,
+        "br090",
+        query_lens=(8, 8, 8),
+        seq_lens=(48, 8, 25),
+        num_heads=2,
+        head_size=16,
+        head_size_v=4,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        block_size=subject.basis().block_size,
+        workspace_pages=-(-workspace // subject.basis().block_size),
+        return_lse=subject.basis().lse,
+    )
+    assert bool(torch.isfinite(replay(subject, case).out).all())
+
+
+def test_br092_tables_are_indexed_by_request(subject: MLASubject) -> None:
+    """Two requests of three tokens; rows behind the batch's own hold ids of no page. With equal scores
+    and the position in every channel of the latent, a row is the mean of the positions it sees."""
+    basis = subject.basis()
+    case = subject.plain_case(
+        "br092", query_lens=(3, 3), seq_lens=(20, 9), num_heads=2, num_drafts=2, padding_reqs=4
+    )
+    d = case.dimensions
+    tokens = []
+    for q_len, kv_len in zip(case.query_lens, case.seq_lens, strict=True):
+        latent = torch.arange(kv_len)[:, None, None].expand(-1, 1, d.kv_lora_rank)
+        tokens.append(
+            Tokens(
+                q=torch.zeros(q_len, 2, d.qk_head_dim, dtype=case.dtype),
+                k=latent.to(case.dtype),
+                v=torch.zeros(kv_len, 1, d.qk_rope_head_dim, dtype=case.dtype),
+            )
+        )
+    layer = subject.layer(case)
+    inputs = subject.inputs(layer, case, tokens=tokens)
+    table = inputs.batch.block_table_tensor
+    table[2:] = 1 << 30
+    inputs.batch.seq_lens[2:] = 1 << 20
+    result = subject.run(layer, inputs)
+    weight = layer.projection.per_head[:, d.qk_nope_head_dim :].sum(-1).double()
+    means = torch.tensor([8.5, 9, 9.5, 3, 3.5, 4], dtype=torch.float64, device=weight.device)
+    want = means[:, None, None] * weight
+    eps = torch.finfo(case.dtype).eps
+    off = (result.out.double() - want).abs()
+    assert float((off / (want.abs() + 1)).max()) < 64 * eps, basis.dtypes[0]
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 4])
+def test_br094_absorbed_and_expanded_agree(subject: MLASubject, q_len: int) -> None:
+    """On top of nine tokens, beside a context shorter than the query and a padding request."""
+    for num_drafts in (None, q_len):
+        case = small(
+            subject,
+            f"br094-{q_len}",
+            query_lens=(q_len, q_len, 0),
+            seq_lens=(9 + q_len, max(1, q_len - 1), 0),
+            num_heads=3,
+            head_size=7,
+            head_size_v=2,
+            qk_nope_head_dim=4,
+            v_head_dim=5,
+            num_drafts=num_drafts,
+            block_size=subject.basis().block_size,
+            return_lse=subject.basis().lse,
+        )
+        replay(subject, case)
