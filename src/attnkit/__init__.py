@@ -14,6 +14,7 @@ from attnkit.batch import make_batch
 from attnkit.compiled import forward_context
 from attnkit.kvcache.pool import PagedKVCache
 from attnkit.layer import Attention
+from attnkit.mla_layer import MLAAttention
 from attnkit.selection import AttentionRequest, Selection, backend_names, register, select
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ __all__ = [
     "Attention",
     "AttentionRequest",
     "Embedder",
+    "MLAAttention",
     "PagedKVCache",
     "SamplingParams",
     "Selection",
