@@ -18,7 +18,9 @@ import torch
 import triton
 
 from attnkit.backends.triton import configs, launch
+from attnkit.backends.triton.stored import Stored
 from attnkit.contract import AttentionVariant
+from attnkit.kvcache.formats import cache_format
 
 PREFILL = [
     (4, 4096, 32, 8, 128),
@@ -50,11 +52,22 @@ DECODE_TILES = [
 ]
 
 
-def operands(query_lens, kv_lens, heads, kv_heads, size, page=16, dtype=torch.bfloat16):
+def operands(query_lens, kv_lens, heads, kv_heads, size, cache_dtype, page=16):
+    """A batch over shuffled pages of a cache format; slots past the lengths read as NaN."""
     device = "cuda"
     pages = [-(-n // page) for n in kv_lens]
     total = sum(pages) + 1
-    pool = torch.randn(total, page, kv_heads, 2 * size, device=device, dtype=dtype)
+    dtype, stored = torch.bfloat16, cache_format(cache_dtype)
+    content = stored.layout(size, size).num_bytes // stored.dtype.itemsize
+    pool = torch.zeros(total, page, kv_heads, content, device=device, dtype=stored.dtype)
+    cache = pool.permute(0, 2, 1, 3)
+    scale = torch.full((1,), 0.02, device=device)
+    views = Stored.of(cache, stored, size, size, scale, scale)
+    for first in range(0, total * page, 1 << 18):
+        slots = torch.arange(first, min(first + (1 << 18), total * page), device=device)
+        k, v = torch.randn(2, len(slots), kv_heads, size, device=device, dtype=dtype)
+        launch.launch_write(k, v, views, slots)
+    pool = pool.view(torch.uint8)
     ids = (torch.randperm(total - 1, device=device) + 1).to(torch.int32)
     table = torch.zeros(len(kv_lens), max(pages), device=device, dtype=torch.int32)
     first = 0
@@ -62,15 +75,13 @@ def operands(query_lens, kv_lens, heads, kv_heads, size, page=16, dtype=torch.bf
         table[r, :n] = ids[first : first + n]
         first += n
         if kv_lens[r] % page:
-            pool[table[r, n - 1].long(), kv_lens[r] % page :] = float("nan")
-    pool[0] = float("nan")
-    cache = pool.permute(0, 2, 1, 3)
+            pool[table[r, n - 1].long(), kv_lens[r] % page :] = 0xFF
+    pool[0] = 0xFF
     starts = torch.tensor([0, *itertools.accumulate(query_lens)], device=device, dtype=torch.int32)
     num_tokens = sum(query_lens)
     return launch.Operands(
         query=torch.randn(num_tokens, heads, size, device=device, dtype=dtype),
-        key=cache[..., :size],
-        value=cache[..., size:],
+        stored=views,
         output=torch.full((num_tokens, heads, size), float("nan"), device=device, dtype=dtype),
         lse=torch.empty(num_tokens, heads, device=device),
         query_start_loc=starts,
@@ -80,15 +91,21 @@ def operands(query_lens, kv_lens, heads, kv_heads, size, page=16, dtype=torch.bf
     )
 
 
-def error(o: launch.Operands, scale: float, requests: list[int]) -> float:
+def error(o: launch.Operands, scale: float, requests: list[int], cache_dtype: str) -> float:
     """Relative error of some requests against float32 attention."""
     worst = 0.0
-    page = o.key.shape[2]
+    page, size, stored = o.stored.key.shape[2], o.query.shape[2], cache_format(cache_dtype)
+    scale_of_codes = torch.full((1,), 0.02, device=o.query.device)
     for r in requests:
         a, b = o.query_start_loc[r : r + 2].tolist()
         n = int(o.kv_lens[r])
         ids = o.block_table[r, : -(-n // page)].long()
-        k, v = (x[ids].transpose(1, 2).flatten(0, 1)[:n].float() for x in (o.key, o.value))
+        # The content of a token is one run of bytes from its key on.
+        first = o.stored.key.view(torch.uint8)
+        content = stored.layout(size, size).num_bytes
+        whole = first.as_strided((*first.shape[:3], content), first.stride())
+        tokens = whole[ids].transpose(1, 2).flatten(0, 1)[:n].view(stored.dtype)
+        k, v = stored.decode(tokens, size, size, scale_of_codes, scale_of_codes)
         q = o.query[a:b].float()
         group = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
@@ -124,11 +141,13 @@ def report(rows: list[dict], handle, **row) -> None:
         handle.flush()
 
 
-def sweep_prefill(rows, handle, deadline):
+def sweep_prefill(rows, handle, deadline, cache_dtype):
     for batch, length, heads, kv_heads, size in PREFILL:
         variant = AttentionVariant(scale=size**-0.5)
-        ragged = operands([1, 300, 0, 77, 129], [17, 300, 0, 477, 2129], heads, kv_heads, size)
-        big = operands([length] * batch, [length] * batch, heads, kv_heads, size)
+        ragged = operands(
+            [1, 300, 0, 77, 129], [17, 300, 0, 477, 2129], heads, kv_heads, size, cache_dtype
+        )
+        big = operands([length] * batch, [length] * batch, heads, kv_heads, size, cache_dtype)
         flops = 2 * batch * length * length * heads * size
         grid = {
             64: [
@@ -162,7 +181,7 @@ def sweep_prefill(rows, handle, deadline):
             config = configs.KernelConfig(block_m=m, block_n=n, num_warps=warps, num_stages=stages)
             try:
                 launch.launch_attention(ragged, variant, config=config)
-                err = error(ragged, variant.scale, [0, 1, 3, 4])
+                err = error(ragged, variant.scale, [0, 1, 3, 4], cache_dtype)
                 run = partial(launch.launch_attention, big, variant, config=config)
                 run()
                 ms = timed(run, False)
@@ -188,13 +207,13 @@ def sweep_prefill(rows, handle, deadline):
             )
 
 
-def sweep_decode(rows, handle, deadline):
+def sweep_decode(rows, handle, deadline, cache_dtype):
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     for batch, length, heads, kv_heads, size in DECODE:
         variant = AttentionVariant(scale=size**-0.5)
-        ragged = operands([1] * 4, [17, 300, 4477, 2129], heads, kv_heads, size)
-        big = operands([1] * batch, [length] * batch, heads, kv_heads, size)
-        moved = batch * length * kv_heads * size * 4
+        ragged = operands([1] * 4, [17, 300, 4477, 2129], heads, kv_heads, size, cache_dtype)
+        big = operands([1] * batch, [length] * batch, heads, kv_heads, size, cache_dtype)
+        moved = batch * length * kv_heads * cache_format(cache_dtype).layout(size, size).num_bytes
         for (n, warps, stages), segment, factor in itertools.product(
             DECODE_TILES, (512, 1024), (1, 2)
         ):
@@ -231,7 +250,7 @@ def sweep_decode(rows, handle, deadline):
                         )
                         run()
                         if check:
-                            err = error(o, variant.scale, [0, 1, 2, 3])
+                            err = error(o, variant.scale, [0, 1, 2, 3], cache_dtype)
                     cold, graph = timed(run, False), timed(run, True)
                 except (triton.runtime.errors.OutOfResources, RuntimeError) as failed:
                     report(
@@ -247,6 +266,7 @@ def sweep_decode(rows, handle, deadline):
                     rows,
                     handle,
                     what="decode",
+                    cache=cache_dtype,
                     shape=(batch, length, heads, kv_heads, size),
                     tile=(n, warps, stages, segment),
                     splits=splits,
@@ -262,6 +282,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="+", choices=["prefill", "decode"])
     parser.add_argument("--json")
+    parser.add_argument("--cache", default="bfloat16", help="format of the pages")
     parser.add_argument(
         "--seconds", type=float, default=240, help="stop each sweep after this long"
     )
@@ -271,7 +292,7 @@ def main() -> None:
     handle = open(args.json, "a") if args.json else None  # noqa: SIM115
     for what in args.what:
         sweep = sweep_prefill if what == "prefill" else sweep_decode
-        sweep(rows, handle, time.monotonic() + args.seconds)
+        sweep(rows, handle, time.monotonic() + args.seconds, args.cache)
 
 
 if __name__ == "__main__":

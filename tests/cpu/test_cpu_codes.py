@@ -18,6 +18,7 @@ from attnkit.errors import BatchError, ConfigurationError, UnsupportedConfigurat
 from attnkit.kvcache.formats import CACHE_FORMATS, cache_format
 from attnkit.kvcache.pool import PagedKVCache
 from attnkit.layer import Attention
+from hard_numbers import hard_numbers
 
 CODED = [name for name, stored in CACHE_FORMATS.items() if stored.codec is not None]
 HEADS = 3
@@ -85,19 +86,6 @@ def test_every_code_reads_as_its_number(
     torch.testing.assert_close(lse[seen], score[seen], rtol=2e-6, atol=1e-37)
     assert bool(lse[k.isnan().any(-1)].isnan().all())
     torch.testing.assert_close(out[seen], v[seen], rtol=1e-6, atol=1e-37, equal_nan=True)
-
-
-def hard_numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Any bit patterns in some vectors, in others numbers of all magnitudes, ties, zeros, one NaN."""
-    g = torch.Generator().manual_seed(seed)
-    wild = torch.randint(-(2**31), 2**31, shape, generator=g).to(torch.int32).view(torch.float32)
-    x = torch.randn(shape, generator=g) * 2.0 ** torch.randint(-24, 12, shape, generator=g)
-    x[::2] = wild[::2]
-    x[1::8] = torch.randn(x[1::8].shape, generator=g)
-    x[3::8] = torch.round(x[3::8] * 8) / 16
-    x[5], x[7], x[9] = 0.0, -0.0, 1e-41
-    x[11, 0, 3], x[13] = torch.nan, torch.inf
-    return x.to(dtype)
 
 
 @pytest.mark.parametrize("name", CODED)

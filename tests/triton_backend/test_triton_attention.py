@@ -133,8 +133,7 @@ def test_no_request_is_no_launch() -> None:
     o = problem.operands
     empty = type(o)(
         query=o.query[:0],
-        key=o.key,
-        value=o.value,
+        stored=o.stored,
         output=o.output[:0],
         lse=o.lse[:0],
         query_start_loc=o.query_start_loc[:1],

@@ -71,9 +71,12 @@ def test_needs_ampere() -> None:
         assert TritonBackend.supports_compute_capability(capability) is runs
 
 
-def test_a_quantised_cache_is_refused_at_construction() -> None:
-    with pytest.raises(UnsupportedConfiguration, match="fp8"):
-        TritonBackend.get_impl_cls()(4, 32, 1.0, kv_cache_dtype="fp8")
+def test_a_format_that_is_not_read_is_refused_at_construction() -> None:
+    impl_cls = TritonBackend.get_impl_cls()
+    with pytest.raises(UnsupportedConfiguration, match="fp8_ds_mla is not supported"):
+        impl_cls(4, 32, 1.0, kv_cache_dtype="fp8_ds_mla")
+    with pytest.raises(UnsupportedConfiguration, match=r"nvfp4 needs .* 16 divides, not 24"):
+        impl_cls(4, 32, 1.0, kv_cache_dtype="nvfp4", head_size_v=24)
 
 
 @triton.jit

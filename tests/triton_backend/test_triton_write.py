@@ -7,7 +7,12 @@ import torch
 from triton_problem import DEVICE
 
 from attnkit.backends.triton.launch import launch_write
+from attnkit.backends.triton.stored import Stored
 from attnkit.kvcache.write import write_kv
+
+
+def plain(cache: torch.Tensor, head_size: int) -> Stored:
+    return Stored(key=cache[..., :head_size], value=cache[..., head_size:])
 
 
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
@@ -44,14 +49,12 @@ def test_writes_what_the_definition_writes(
     slots[[0, 7, 20]] = -1
     slots = slots.to(slot_dtype).to(DEVICE)
     write_kv(key, value, expected[..., : head_size + head_size_v], slots)
-    launch_write(key, value, cache[..., :head_size], cache[..., head_size:], slots)
+    launch_write(key, value, plain(cache, head_size), slots)
     assert torch.equal(wide, expected)
 
 
 def test_no_token_is_no_launch() -> None:
     cache = torch.zeros(2, 1, 4, 16, device=DEVICE)
     empty = torch.zeros(0, 1, 8, device=DEVICE)
-    launch_write(
-        empty, empty, cache[..., :8], cache[..., 8:], torch.zeros(0, dtype=torch.int64).to(DEVICE)
-    )
+    launch_write(empty, empty, plain(cache, 8), torch.zeros(0, dtype=torch.int64).to(DEVICE))
     assert not cache.any()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from attnkit.backends.triton.operands import Operands
+from attnkit.backends.triton.stored import Stored
 from attnkit.conformance.oracle import Meaning, attend, visible
 from attnkit.contract import AttentionVariant
 from attnkit.contract.spans import spans_of_tokens
@@ -147,8 +148,7 @@ def make_problem(
         spans = spans_of_tokens(ranges, starts.tolist(), kv_lens, num_tokens)
     operands = Operands(
         query=torch.cat([q for q, _, _ in tokens]).to(DEVICE),
-        key=key.to(DEVICE),
-        value=value.to(DEVICE),
+        stored=Stored(key=key.to(DEVICE), value=value.to(DEVICE)),
         output=torch.full((num_tokens, heads, size_v), math.nan, dtype=dtype, device=DEVICE),
         lse=torch.full((num_tokens, heads), math.nan, device=DEVICE),
         query_start_loc=ints(starts),

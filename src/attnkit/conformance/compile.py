@@ -27,12 +27,14 @@ from triton.compiler import ASTSource
 
 from attnkit.backends.triton import configs, launch
 from attnkit.backends.triton.operands import Operands, Parts
+from attnkit.backends.triton.stored import Stored
 from attnkit.contract import AttentionVariant, DeviceCapability
 from attnkit.errors import ConfigurationError
+from attnkit.kvcache.formats import CACHE_FORMATS, cache_format
 
 _GPUS = {
-    80: configs.Gpu(num_sms=108, shared_memory=166912, has_wgmma=False),
-    86: configs.Gpu(num_sms=84, shared_memory=101376, has_wgmma=False),
+    80: configs.Gpu(num_sms=108, shared_memory=166912, has_wgmma=False, has_e4m3=False),
+    86: configs.Gpu(num_sms=84, shared_memory=101376, has_wgmma=False, has_e4m3=False),
     89: configs.Gpu(num_sms=128, shared_memory=101376, has_wgmma=False),
     90: configs.HOPPER,
 }
@@ -46,6 +48,10 @@ _NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.bool: "i1",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int8: "i8",
+    torch.uint8: "u8",
 }
 
 
@@ -181,9 +187,28 @@ def _variants(gpu: configs.Gpu) -> Iterator[tuple[str, launch.KernelCall]]:
     yield from _decode(gpu, "decode-bf16-128-cache-fp32", 128, cache=fp32)
     yield from _decode(gpu, "decode-fp16-128", 128, dtype=fp16)
     yield from _decode(gpu, "decode-fp32-128-split", 128, dtype=fp32, split=True)
+    # Formats that differ in the reading of a tile; fp8-e5m2 is as fp8, fp8 with scales as int8.
+    for name in ("fp8", "int8_per_token_head", "int4_per_token_head", "nvfp4"):
+        short = name.removesuffix("_per_token_head")
+        yield _attention(gpu, f"attention-bf16-128-{short}", 128, cache=name)
+        yield from _decode(gpu, f"decode-bf16-128-{short}", 128, cache=name)
+    yield _attention(gpu, "attention-bf16-256-int8", 256, cache="int8_per_token_head")
+    yield _attention(gpu, "attention-bf16-512-fp8", 512, cache="fp8")
+    yield _attention(gpu, "attention-fp16-64-int8", 64, dtype=fp16, cache="int8_per_token_head")
+    yield _attention(gpu, "attention-fp32-128-fp8", 128, dtype=fp32, cache="fp8")
+    yield from _decode(gpu, "decode-bf16-128-fp8-split", 128, cache="fp8_e5m2", split=True)
+    yield from _decode(gpu, "decode-bf16-128-fp8-verify", 128, query_len=8, cache="fp8")
+    yield from _decode(gpu, "decode-fp32-128-fp8", 128, dtype=fp32, cache="fp8")
+    for name, stored in CACHE_FORMATS.items():
+        if stored.codec is not None:
+            yield _write(f"write-bf16-128-{name}", 128, bf16, cache=name)
     yield _write("write-bf16-128", 128, bf16)
     yield _write("write-bf16-80", 80, bf16)
     yield _write("write-fp32-128-cache-bf16", 128, fp32, cache=bf16)
+
+
+Cache = torch.dtype | str
+"""Of pages: a dtype, or the name of a format with codes."""
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -194,25 +219,32 @@ def _operands(
     size: int,
     size_v: int,
     dtype: torch.dtype,
-    cache: torch.dtype,
+    cache: Cache,
     page: int | None,
     heads: int,
     kv_heads: int,
+    gpu: configs.Gpu,
     masks: bool = False,
 ) -> Operands:
     num_tokens, num_reqs = 4096, 64
     if page is None:
-        key = _empty(num_tokens, kv_heads, size, dtype=dtype)
-        value = _empty(num_tokens, kv_heads, size_v, dtype=dtype)
+        stored = Stored(
+            key=_empty(num_tokens, kv_heads, size, dtype=dtype),
+            value=_empty(num_tokens, kv_heads, size_v, dtype=dtype),
+        )
         table = None
     else:
-        pages = _empty(64, page, kv_heads, size + size_v, dtype=cache).transpose(1, 2)
-        key, value = pages[..., :size], pages[..., size:]
+        name = cache if isinstance(cache, str) else str(cache).removeprefix("torch.")
+        made = cache_format(name)
+        assert made.dtype is not None
+        content = made.layout(size, size_v).num_bytes // made.dtype.itemsize
+        pages = _empty(64, page, kv_heads, content, dtype=made.dtype).transpose(1, 2)
+        one = _empty(1, dtype=torch.float32)
+        stored = Stored.of(pages, made, size, size_v, one, one, has_e4m3=gpu.has_e4m3)
         table = _empty(num_reqs, 256, dtype=torch.int32)
     return Operands(
         query=_empty(num_tokens, heads, size, dtype=dtype),
-        key=key,
-        value=value,
+        stored=stored,
         output=_empty(num_tokens, heads, size_v, dtype=dtype),
         lse=_empty(num_tokens, heads, dtype=torch.float32),
         query_start_loc=_empty(num_reqs + 1, dtype=torch.int32),
@@ -245,16 +277,18 @@ def _attention(
     *,
     size_v: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    cache: torch.dtype | None = None,
+    cache: Cache | None = None,
     page: int | None = 16,
     heads: int = 32,
     kv_heads: int = 8,
     features: bool = False,
     masks: bool = False,
 ) -> tuple[str, launch.KernelCall]:
-    operands = _operands(size, size_v or size, dtype, cache or dtype, page, heads, kv_heads, masks)
+    operands = _operands(
+        size, size_v or size, dtype, cache or dtype, page, heads, kv_heads, gpu, masks
+    )
     config = configs.attention_config(
-        size, size_v or size, dtype.itemsize, operands.key.element_size(), gpu
+        size, size_v or size, dtype.itemsize, operands.stored.key.element_size(), gpu
     )
     return name, launch.attention_call(operands, _variant(size, heads, features), config=config)
 
@@ -265,7 +299,7 @@ def _decode(
     size: int,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    cache: torch.dtype | None = None,
+    cache: Cache | None = None,
     page: int = 16,
     query_len: int = 1,
     features: bool = False,
@@ -273,10 +307,10 @@ def _decode(
     split: bool = False,
 ) -> Iterator[tuple[str, launch.KernelCall]]:
     heads, kv_heads = 32, 8
-    operands = _operands(size, size, dtype, cache or dtype, page, heads, kv_heads, masks)
+    operands = _operands(size, size, dtype, cache or dtype, page, heads, kv_heads, gpu, masks)
     rows = query_len * heads // kv_heads
     config = configs.decode_config(
-        size, size, dtype.itemsize, operands.key.element_size(), rows, gpu
+        size, size, dtype.itemsize, operands.stored.key.element_size(), rows, gpu
     )
     parts = None
     if split:
@@ -296,12 +330,12 @@ def _decode(
 
 
 def _write(
-    name: str, size: int, dtype: torch.dtype, *, cache: torch.dtype | None = None
+    name: str, size: int, dtype: torch.dtype, *, cache: Cache | None = None
 ) -> tuple[str, launch.KernelCall]:
-    operands = _operands(size, size, dtype, cache or dtype, 16, 8, 8)
+    operands = _operands(size, size, dtype, cache or dtype, 16, 8, 8, configs.HOPPER)
     rows = _empty(4096, 8, size, dtype=dtype)
     slots = _empty(4096, dtype=torch.int64)
-    return name, launch.write_call(rows, rows, operands.key, operands.value, slots)
+    return name, launch.write_call(rows, rows, operands.stored, slots)
 
 
 def main() -> None:

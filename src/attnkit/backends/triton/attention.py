@@ -18,11 +18,14 @@ import triton.language as tl
 
 from attnkit.backends.triton.tile import (
     EVERYTHING,
+    add_values,
     end_key_of,
     finish,
     first_key_of,
+    head_scale,
     load_key_value,
     load_rows,
+    load_scales,
     online_softmax,
     pages_of,
     reach_of,
@@ -62,6 +65,8 @@ def attend_run(
     q,
     k_ptr,
     v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     table_ptr,
     first_token,
     first_key,
@@ -84,6 +89,9 @@ def attend_run(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    CODES: tl.constexpr,
+    UNIT: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LINEAR: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
@@ -106,6 +114,8 @@ def attend_run(
         k, v = load_key_value(
             k_ptr,
             v_ptr,
+            k_scales_ptr,
+            v_scales_ptr,
             table_ptr,
             page,
             keys,
@@ -121,11 +131,40 @@ def attend_run(
             BLOCK_DV,
             PAGE_SIZE,
             MASKED,
+            CODES,
+            UNIT,
+            VALUE_OFFSET,
+            q.dtype,
         )
-        k = k.to(q.dtype)
-        v = v.to(q.dtype)
+        k_scales = None
+        v_scales = None
+        if UNIT != 1:
+            k_scales = load_scales(
+                k_scales_ptr,
+                table_ptr,
+                page,
+                keys,
+                wanted,
+                first_token,
+                k_stride_page,
+                k_stride_row,
+                PAGE_SIZE,
+                MASKED,
+            )
+            v_scales = load_scales(
+                v_scales_ptr,
+                table_ptr,
+                page,
+                keys,
+                wanted,
+                first_token,
+                v_stride_page,
+                v_stride_row,
+                PAGE_SIZE,
+                MASKED,
+            )
         page = pages_of(table_ptr, tile_start + BLOCK_N, run_end, PAGE_SIZE, BLOCK_N)
-        s = scores(q, k, keys, positions, slopes, scale, soft_cap, LINEAR, ALIBI_SQRT)
+        s = scores(q, k, k_scales, keys, positions, slopes, scale, soft_cap, LINEAR, ALIBI_SQRT)
         if MASKED:
             seen = keys[None, :] < row_end[:, None]
             if window is not None:
@@ -135,7 +174,7 @@ def attend_run(
                 seen = seen & right
             s = tl.where(seen, s, float("-inf"))
         weights, top, total, fade = online_softmax(s, top, total, log2_scale)
-        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        acc = add_values(acc, fade, weights, v, v_scales)
     return top, total, acc
 
 
@@ -154,6 +193,10 @@ def attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     out_ptr,
     lse_ptr,
     query_start_loc_ptr,
@@ -189,6 +232,10 @@ def attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    CODES: tl.constexpr,
+    UNIT: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LINEAR: tl.constexpr,
@@ -230,13 +277,22 @@ def attention_kernel(
     slopes = None
     if slopes_ptr is not None:
         slopes = tl.load(slopes_ptr + head, mask=live, other=0.0)
+    if k_scale_ptr is not None:
+        scale = scale * head_scale(k_scale_ptr, kv_head, PER_HEAD)
     log2_scale = 1.0
     if LINEAR:
         log2_scale = scale * 1.4426950408889634
-    k_head_ptr = k_ptr + kv_head.to(tl.int64) * k_stride_head
+    k_offset = kv_head.to(tl.int64) * k_stride_head
+    v_offset = kv_head.to(tl.int64) * v_stride_head
+    k_head_ptr = k_ptr + k_offset * UNIT
     v_head_ptr = v_ptr
     if v_ptr is not None:
-        v_head_ptr = v_ptr + kv_head.to(tl.int64) * v_stride_head
+        v_head_ptr = v_ptr + v_offset * UNIT
+    k_scales_head_ptr = k_scales_ptr
+    v_scales_head_ptr = v_scales_ptr
+    if k_scales_ptr is not None:
+        k_scales_head_ptr = k_scales_ptr + k_offset
+        v_scales_head_ptr = v_scales_ptr + v_offset
 
     # Positions of the first and the last row bound what the tile sees, and what all rows see; with
     # ranges the rows themselves do.
@@ -297,6 +353,8 @@ def attention_kernel(
             q,
             k_head_ptr,
             v_head_ptr,
+            k_scales_head_ptr,
+            v_scales_head_ptr,
             table,
             first_token,
             first_key,
@@ -319,6 +377,9 @@ def attention_kernel(
             BLOCK_D,
             BLOCK_DV,
             PAGE_SIZE,
+            CODES,
+            UNIT,
+            VALUE_OFFSET,
             BLOCK_N,
             LINEAR,
             ALIBI_SQRT,
@@ -328,7 +389,10 @@ def attention_kernel(
     sinks = None
     if sinks_ptr is not None:
         sinks = tl.load(sinks_ptr + head, mask=live, other=float("-inf"))
-    out, lse = finish(top, total, acc, sinks, log2_scale)
+    v_scale = None
+    if v_scale_ptr is not None:
+        v_scale = head_scale(v_scale_ptr, kv_head, PER_HEAD)
+    out, lse = finish(top, total, acc, sinks, log2_scale, v_scale)
     columns = tl.arange(0, BLOCK_DV)
     out_offsets = token * out_stride_token + head.to(tl.int64) * out_stride_head
     tl.store(

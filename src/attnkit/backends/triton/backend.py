@@ -1,8 +1,7 @@
 """TritonBackend: what the Triton kernels can do.
 
 In: questions of selection and engines, answered without Triton and without a GPU. Out: the impl and
-the builder. Every feature of dense attention is in the kernels from the start, so the refusals are
-about formats (no quantised cache) and devices.
+the builder. Every feature of dense attention is in the kernels, so the refusals are about devices.
 """
 
 from __future__ import annotations
@@ -12,17 +11,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnkit.backends.triton.impl import KV_CACHE_DTYPES, TritonImpl
+from attnkit.backends.triton.impl import TritonImpl
 from attnkit.backends.triton.interpreter import is_interpreting
 from attnkit.backends.triton.plan import TritonMetadata, TritonMetadataBuilder
-from attnkit.contract import AttentionBackend, AttentionType, DeviceCapability
+from attnkit.contract import AttentionBackend, AttentionSpec, AttentionType, DeviceCapability
+from attnkit.kvcache.formats import CACHE_FORMATS, customize_spec, format_refusal
 
 
 class TritonBackend(AttentionBackend):
     """Paged attention on any GPU that Triton compiles for (sm_80 and later), or in its interpreter."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_FORMATS)
     forward_includes_kv_cache_update = False
     accept_output_buffer = True
 
@@ -67,6 +67,29 @@ class TritonBackend(AttentionBackend):
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type in tuple(AttentionType)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        return customize_spec(spec)
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: DeviceCapability,
+    ) -> str | None:
+        return format_refusal(kv_cache_dtype, head_size)
 
     @classmethod
     def supports_sink(cls) -> bool:

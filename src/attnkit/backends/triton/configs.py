@@ -24,11 +24,13 @@ class Gpu:
         shared_memory: bytes a program can have.
         has_wgmma: matrix products read shared memory themselves (sm_90, sm_100), so every stage is a
             buffer; elsewhere they read registers, and the stage in use needs none.
+        has_e4m3: float8_e4m3fn is a type of the device (from sm_89 on).
     """
 
     num_sms: int
     shared_memory: int
     has_wgmma: bool
+    has_e4m3: bool = True
 
 
 HOPPER = Gpu(num_sms=132, shared_memory=232448, has_wgmma=True)
@@ -87,25 +89,29 @@ def attention_config(
     """
     size = padded(max(head_size, head_size_v))
     if itemsize == 4:
-        # float32 products run on the plain units, operands in registers: larger tiles spill.
+        # float32 products run on the plain units, operands in registers: larger tiles spill, and so
+        # does a second stage of codes, which waits there for its conversion.
+        stages = 1 if kv_itemsize == 1 else 2
         if size <= 64:
-            config = KernelConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)
+            config = KernelConfig(block_m=64, block_n=32, num_warps=8, num_stages=stages)
         elif size <= 256:
-            config = KernelConfig(block_m=32, block_n=16, num_warps=8, num_stages=2)
+            config = KernelConfig(block_m=32, block_n=16, num_warps=8, num_stages=stages)
         else:
-            config = KernelConfig(block_m=16, block_n=16, num_warps=8, num_stages=2)
+            config = KernelConfig(block_m=16, block_n=16, num_warps=8, num_stages=stages)
     elif padded(head_size) <= 256 and padded(head_size_v) <= 128:
         # TFLOP/s at B4 x 4096, 32/8 heads of 128: 360; two stages 316 (a tile's K and V take longer to
         # come than its products to compute), 128 keys 343, 64 rows 320 (they read K and V from L2
         # twice as often). 16384 tokens, 32 heads of 64: 371; 128 keys 306, 64 rows 335.
-        config = KernelConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
-    elif size <= 256 and gpu.has_wgmma and kv_itemsize <= itemsize:
+        # Codes that are converted in registers leave room for 32 keys.
+        keys = 32 if kv_itemsize == 1 and not gpu.has_wgmma else 64
+        config = KernelConfig(block_m=128, block_n=keys, num_warps=8, num_stages=3)
+    elif size <= 256 and gpu.has_wgmma and kv_itemsize == itemsize:
         # TFLOP/s at 16384 tokens, 8 heads of 256: 483; 32 keys and three stages 391, 64 rows 326. Two
         # words of it spill.
         config = KernelConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)
     elif size <= 256:
-        # 128 rows spill where operands come from registers: without wgmma, or converted from a wider
-        # cache.
+        # 128 rows spill where operands come from registers: without wgmma, or converted from a cache of
+        # another dtype.
         config = KernelConfig(block_m=64, block_n=32, num_warps=8, num_stages=3)
     else:
         # 184 registers; 64 rows spill.
@@ -129,7 +135,8 @@ def decode_config(
     size = padded(max(head_size, head_size_v))
     if itemsize == 4:
         keys = 32 if size <= 256 else 16
-        config = DecodeConfig(block_m=16, block_n=keys, num_warps=8, num_stages=2)
+        stages = 1 if kv_itemsize == 1 else 2  # As in `attention_config`.
+        config = DecodeConfig(block_m=16, block_n=keys, num_warps=8, num_stages=stages)
     elif rows <= 16 and size == 128:
         # Measured on an H200 (benchmarks/triton-tiles-h200-*.jsonl), TB/s at 64 requests of 4096 keys
         # and us for one of 32768: 4.25 and 50; 64 keys with 4 warps and 3 stages 3.39 and 41, with 4
@@ -137,7 +144,7 @@ def decode_config(
         config = DecodeConfig(block_m=16, block_n=32, num_warps=2, num_stages=4)
     elif rows > 16 and size <= 256:
         # The least rows that wgmma takes; 32 rows without it need more registers than these.
-        keys, stages = (64, 3) if size <= 128 else (32, 2)
+        keys, stages = (64, 3) if size <= 128 else (16, 3) if kv_itemsize == 1 else (32, 2)
         config = DecodeConfig(block_m=64, block_n=keys, num_warps=8, num_stages=stages)
     elif size <= 64:
         # B64 at 4096 keys, 32/8 heads: 126 us; two stages 136, two warps 146.

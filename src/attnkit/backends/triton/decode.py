@@ -16,12 +16,15 @@ import triton
 import triton.language as tl
 
 from attnkit.backends.triton.tile import (
+    add_values,
     end_key_of,
     finish,
     first_key_of,
     fold,
+    head_scale,
     load_key_value,
     load_rows,
+    load_scales,
     online_softmax,
     pages_of,
     reach_of,
@@ -101,6 +104,10 @@ def decode_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     out_ptr,
     lse_ptr,
     part_acc_ptr,
@@ -143,6 +150,10 @@ def decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    CODES: tl.constexpr,
+    UNIT: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -203,13 +214,22 @@ def decode_kernel(
     slopes = None
     if slopes_ptr is not None:
         slopes = tl.load(slopes_ptr + head, mask=live, other=0.0)
+    if k_scale_ptr is not None:
+        scale = scale * head_scale(k_scale_ptr, kv_head, PER_HEAD)
     log2_scale = 1.0
     if LINEAR:
         log2_scale = scale * 1.4426950408889634
-    k_head_ptr = k_ptr + kv_head.to(tl.int64) * k_stride_head
+    k_offset = kv_head.to(tl.int64) * k_stride_head
+    v_offset = kv_head.to(tl.int64) * v_stride_head
+    k_head_ptr = k_ptr + k_offset * UNIT
     v_head_ptr = v_ptr
     if v_ptr is not None:
-        v_head_ptr = v_ptr + kv_head.to(tl.int64) * v_stride_head
+        v_head_ptr = v_ptr + v_offset * UNIT
+    k_scales_head_ptr = k_scales_ptr
+    v_scales_head_ptr = v_scales_ptr
+    if k_scales_ptr is not None:
+        k_scales_head_ptr = k_scales_ptr + k_offset
+        v_scales_head_ptr = v_scales_ptr + v_offset
     positions = kv_len - query_len + query
     row_first = first_key_of(positions, window)
     row_end = end_key_of(positions, kv_len, reach)
@@ -249,6 +269,8 @@ def decode_kernel(
             k, v = load_key_value(
                 k_head_ptr,
                 v_head_ptr,
+                k_scales_head_ptr,
+                v_scales_head_ptr,
                 table,
                 page,
                 keys,
@@ -264,11 +286,40 @@ def decode_kernel(
                 BLOCK_DV,
                 PAGE_SIZE,
                 True,
+                CODES,
+                UNIT,
+                VALUE_OFFSET,
+                q.dtype,
             )
-            k = k.to(q.dtype)
-            v = v.to(q.dtype)
+            k_scales = None
+            v_scales = None
+            if UNIT != 1:
+                k_scales = load_scales(
+                    k_scales_head_ptr,
+                    table,
+                    page,
+                    keys,
+                    wanted,
+                    first_token,
+                    k_stride_page,
+                    k_stride_row,
+                    PAGE_SIZE,
+                    True,
+                )
+                v_scales = load_scales(
+                    v_scales_head_ptr,
+                    table,
+                    page,
+                    keys,
+                    wanted,
+                    first_token,
+                    v_stride_page,
+                    v_stride_row,
+                    PAGE_SIZE,
+                    True,
+                )
             page = pages_of(table, next_tile, past_key, PAGE_SIZE, BLOCK_N)
-            s = scores(q, k, keys, positions, slopes, scale, soft_cap, LINEAR, ALIBI_SQRT)
+            s = scores(q, k, k_scales, keys, positions, slopes, scale, soft_cap, LINEAR, ALIBI_SQRT)
             seen = keys[None, :] < row_end[:, None]
             if window is not None:
                 right = keys[None, :] >= row_first[:, None]
@@ -277,9 +328,7 @@ def decode_kernel(
                 seen = seen & right
             s = tl.where(seen, s, float("-inf"))
             weights, seg_top, seg_total, fade = online_softmax(s, seg_top, seg_total, log2_scale)
-            seg_acc = tl.dot(
-                weights.to(v.dtype), v, seg_acc * fade[:, None], input_precision="ieee"
-            )
+            seg_acc = add_values(seg_acc, fade, weights, v, v_scales)
         if part_acc_ptr is None:
             top, total, acc = fold(top, total, acc, seg_top, seg_total, seg_acc, log2_scale)
         else:
@@ -296,7 +345,10 @@ def decode_kernel(
         sinks = None
         if sinks_ptr is not None:
             sinks = tl.load(sinks_ptr + head, mask=live, other=float("-inf"))
-        out, lse = finish(top, total, acc, sinks, log2_scale)
+        v_scale = None
+        if v_scale_ptr is not None:
+            v_scale = head_scale(v_scale_ptr, kv_head, PER_HEAD)
+        out, lse = finish(top, total, acc, sinks, log2_scale, v_scale)
         out_offsets = token * out_stride_token + head.to(tl.int64) * out_stride_head
         tl.store(
             out_ptr + out_offsets[:, None] + columns[None, :],
@@ -323,6 +375,8 @@ def merge_kernel(
     part_acc_ptr,
     part_top_ptr,
     part_total_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     query_start_loc_ptr,
     kv_lens_ptr,
     causal_ptr,
@@ -339,6 +393,8 @@ def merge_kernel(
     out_stride_head,
     lse_stride_token,
     NUM_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     HEAD_SIZE_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -373,6 +429,8 @@ def merge_kernel(
         span = end_key - gap
     segment_len = segment_len_of(span, max_segments, SEGMENT, BLOCK_N)
     num_segments = tl.cdiv(span, segment_len)
+    if k_scale_ptr is not None:
+        scale = scale * head_scale(k_scale_ptr, head // GROUP_SIZE, PER_HEAD)
     log2_scale = 1.0
     if LINEAR:
         log2_scale = scale * 1.4426950408889634
@@ -401,7 +459,10 @@ def merge_kernel(
     sinks = None
     if sinks_ptr is not None:
         sinks = tl.load(sinks_ptr + head + one)
-    out, lse = finish(top, total, acc, sinks, log2_scale)
+    v_scale = None
+    if v_scale_ptr is not None:
+        v_scale = head_scale(v_scale_ptr, head // GROUP_SIZE, PER_HEAD)
+    out, lse = finish(top, total, acc, sinks, log2_scale, v_scale)
     token = (first_token + query).to(tl.int64) + one
     out_offsets = token * out_stride_token + head.to(tl.int64) * out_stride_head
     tl.store(

@@ -15,6 +15,7 @@ import torch
 from attnkit.backends.triton.configs import decode_config, decode_query_len, num_splits
 from attnkit.backends.triton.operands import Operands, Parts
 from attnkit.backends.triton.plan import TritonMetadata
+from attnkit.backends.triton.stored import Stored
 from attnkit.contract import (
     AttentionImpl,
     AttentionLayer,
@@ -22,9 +23,7 @@ from attnkit.contract import (
     AttentionVariant,
 )
 from attnkit.errors import UnsupportedConfiguration
-
-KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
-"""Cache formats the kernels read: numbers as they are."""
+from attnkit.kvcache.formats import CACHE_FORMATS, cache_format
 
 _MAX_PARTS = 1 << 27
 """Float32 elements (512 MiB) that shared requests may take: batches whose parts need more have enough
@@ -55,9 +54,13 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         use_alibi_sqrt: bool = False,
         head_size_v: int | None = None,
     ) -> None:
-        if kv_cache_dtype not in KV_CACHE_DTYPES:
-            allowed = ", ".join(KV_CACHE_DTYPES)
+        if kv_cache_dtype not in CACHE_FORMATS:
+            allowed = ", ".join(CACHE_FORMATS)
             reason = f"KV cache dtype {kv_cache_dtype} is not supported (allowed: {allowed})"
+            raise UnsupportedConfiguration(f"triton: {reason}", (reason,))
+        self.cache_format = cache_format(kv_cache_dtype)
+        reason = self.cache_format.refusal(head_size, head_size_v or head_size)
+        if reason is not None:
             raise UnsupportedConfiguration(f"triton: {reason}", (reason,))
         self.num_heads = num_heads
         self.head_size = head_size
@@ -105,13 +108,12 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         cacheless = self.variant.attn_type in _CACHELESS
         is_decoder = self.variant.attn_type is AttentionType.DECODER
         if cacheless:
-            keys, values = _rows(key[:num_tokens]), _rows(value[:num_tokens])
+            stored = Stored(key=_rows(key[:num_tokens]), value=_rows(value[:num_tokens]))
         else:
-            keys, values = kv_cache[..., : self.head_size], kv_cache[..., self.head_size :]
+            stored = self._stored(layer, kv_cache)
         operands = Operands(
             query=_rows(query[:num_tokens]),
-            key=keys,
-            value=values,
+            stored=stored,
             output=output[:num_tokens],
             lse=lse,
             query_start_loc=plan.query_start_loc,
@@ -139,7 +141,7 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             self.head_size,
             self.head_size_v,
             operands.query.element_size(),
-            operands.key.element_size(),
+            operands.stored.key.element_size(),
             decoded * operands.group_size,
             gpu,
         )
@@ -181,12 +183,20 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             return
         from attnkit.backends.triton import launch
 
-        launch.launch_write(
-            _rows(key),
-            _rows(value),
-            kv_cache[..., : self.head_size],
-            kv_cache[..., self.head_size :],
-            slot_mapping,
+        launch.launch_write(_rows(key), _rows(value), self._stored(layer, kv_cache), slot_mapping)
+
+    def _stored(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> Stored:
+        """The cache as the kernels read and write it."""
+        from attnkit.backends.triton import launch
+
+        return Stored.of(
+            kv_cache,
+            self.cache_format,
+            self.head_size,
+            self.head_size_v,
+            layer._k_scale,
+            layer._v_scale,
+            has_e4m3=launch.gpu_of(kv_cache.device).has_e4m3,
         )
 
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter: whether it is asked for, and two repairs without which its bfloat16 is wrong.
+"""Triton's interpreter: whether it is asked for, and repairs without which its small floats are wrong.
 
 In: the environment variable TRITON_INTERPRET. Out: an answer, and a patched interpreter in this process.
 Importing this file does not need Triton.
@@ -6,7 +6,7 @@ Importing this file does not need Triton.
 The interpreter holds bfloat16 as bit patterns in uint16. It multiplies the patterns in `tl.dot`, and
 cuts bits off instead of rounding when it narrows float32 (Triton 3.6 to 3.9; upstream says it does not
 support bfloat16). Loads, stores and widening are right, so kernels that widen before any arithmetic
-of their own are right once these two are.
+of their own are right once these two are. float8 codes it reads without infinity and NaN.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 
 def is_interpreting() -> bool:
@@ -24,8 +25,8 @@ def is_interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
 
 
-def repair_bfloat16() -> None:
-    """Multiply and round bfloat16 as a GPU does. Repeating it does nothing more."""
+def repair_small_floats() -> None:
+    """Multiply and round bfloat16, and read float8, as a GPU does. Repeating it does nothing more."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -33,6 +34,7 @@ def repair_bfloat16() -> None:
     if hasattr(builder.create_dot, "__wrapped__"):
         return
     create_dot, cast_impl = builder.create_dot, builder.cast_impl
+    fp_to_fp = builder.create_fp_to_fp
 
     def widened(x: Any) -> Any:
         if x.dtype.scalar != tl.bfloat16:
@@ -49,11 +51,27 @@ def repair_bfloat16() -> None:
 
     @functools.wraps(cast_impl)
     def cast(self: Any, src: Any, dst_type: Any) -> Any:
-        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
-            return interpreter.TensorHandle(_to_bfloat16(src.data), tl.bfloat16)
+        if dst_type.scalar == tl.bfloat16 and src.dtype.scalar in (tl.float32, tl.int8):
+            numbers = src.data.astype(np.float32)
+            return interpreter.TensorHandle(_to_bfloat16(numbers), tl.bfloat16)
         return cast_impl(self, src, dst_type)
 
-    builder.create_dot, builder.cast_impl = dot, cast
+    @functools.wraps(fp_to_fp)
+    def convert(self: Any, src: Any, dst_type: Any, rounding: Any) -> Any:
+        kind = src.dtype.scalar
+        if kind not in (tl.float8e4nv, tl.float8e5):
+            return fp_to_fp(self, src, dst_type, rounding)
+        numbers = interpreter.TensorHandle(_of_float8(src.data, kind == tl.float8e5), tl.float32)
+        return numbers if dst_type.scalar == tl.float32 else cast(self, numbers, dst_type)
+
+    builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = dot, cast, convert
+
+
+def _of_float8(codes: npt.NDArray[np.uint8], is_e5m2: bool) -> npt.NDArray[np.float32]:
+    """The numbers of float8 codes."""
+    dtype = torch.float8_e5m2 if is_e5m2 else torch.float8_e4m3fn
+    table = torch.arange(256).to(torch.uint8).view(dtype).float().numpy()
+    return table[codes]
 
 
 def _to_bfloat16(x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

@@ -27,13 +27,14 @@ from attnkit.backends.triton.configs import (
     padded,
 )
 from attnkit.backends.triton.decode import decode_kernel, merge_kernel
-from attnkit.backends.triton.interpreter import is_interpreting, repair_bfloat16
+from attnkit.backends.triton.interpreter import is_interpreting, repair_small_floats
 from attnkit.backends.triton.operands import Operands, Parts
-from attnkit.backends.triton.write import write_kernel
+from attnkit.backends.triton.stored import Encoding, Stored
+from attnkit.backends.triton.write import encode_kernel, write_kernel
 from attnkit.contract import AttentionVariant
 
 if is_interpreting():
-    repair_bfloat16()
+    repair_small_floats()
 
 _NO_WINDOW = 1 << 30
 """From here on a window is longer than any request, and sums with it would leave int32."""
@@ -81,6 +82,7 @@ def gpu_of(device: torch.device) -> Gpu:
         num_sms=properties["multiprocessor_count"],
         shared_memory=properties["max_shared_mem"],
         has_wgmma=torch.cuda.get_device_capability(device)[0] in (9, 10),
+        has_e4m3=torch.cuda.get_device_capability(device) >= (8, 9),
     )
 
 
@@ -117,14 +119,10 @@ def launch_decode(
 
 
 def launch_write(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    key: torch.Tensor, value: torch.Tensor, stored: Stored, slot_mapping: torch.Tensor
 ) -> None:
     """Write K and V to their slots. See `write_call`."""
-    write_call(key, value, key_cache, value_cache, slot_mapping).launch()
+    write_call(key, value, stored, slot_mapping).launch()
 
 
 def attention_call(
@@ -143,13 +141,13 @@ def attention_call(
         config: instead of `attention_config`.
     """
     o = operands
-    head_size, head_size_v = o.query.shape[-1], o.value.shape[-1]
+    head_size, head_size_v = o.query.shape[-1], o.output.shape[-1]
     if config is None:
         config = attention_config(
             head_size,
             head_size_v,
             o.query.element_size(),
-            o.key.element_size(),
+            o.stored.key.element_size(),
             gpu_of(o.query.device),
         )
     group_tile, head_tiles = _group_tiles(o.group_size, config.block_m)
@@ -164,6 +162,7 @@ def attention_call(
         "GROUP_SIZE": o.group_size,
         "GROUP_TILE": group_tile,
         **_sizes(o),
+        **_codes(o),
         **_shape_of_score(variant),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -201,13 +200,13 @@ def decode_calls(
     o = operands
     assert o.block_table is not None, "decoding reads pages"
     assert num_splits == 1 or parts is not None, f"{num_splits} splits need memory for their parts"
-    head_size, head_size_v = o.query.shape[-1], o.value.shape[-1]
+    head_size, head_size_v = o.query.shape[-1], o.output.shape[-1]
     if config is None:
         config = decode_config(
             head_size,
             head_size_v,
             o.query.element_size(),
-            o.key.element_size(),
+            o.stored.key.element_size(),
             max_query_len * o.group_size,
             gpu_of(o.query.device),
         )
@@ -235,6 +234,7 @@ def decode_calls(
             **common,
             **segments,
             **score,
+            **_codes(o),
             "query_tiles": query_tiles,
             "num_splits": num_splits,
             "NUM_KV_HEADS": o.num_kv_heads,
@@ -251,6 +251,8 @@ def decode_calls(
     names = (
         "out_ptr",
         "lse_ptr",
+        "k_scale_ptr",
+        "v_scale_ptr",
         "query_start_loc_ptr",
         "kv_lens_ptr",
         "causal_ptr",
@@ -273,6 +275,8 @@ def decode_calls(
             **{name: common[name] for name in names},
             **segments,
             "NUM_HEADS": o.query.shape[1],
+            "GROUP_SIZE": o.group_size,
+            "PER_HEAD": o.stored.is_scaled_per_head,
             "BLOCK_Q": block_q,
             "BLOCK_M": config.block_m,
             "LINEAR": score["LINEAR"],
@@ -287,51 +291,60 @@ def decode_calls(
 
 
 def write_call(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    key: torch.Tensor, value: torch.Tensor, stored: Stored, slot_mapping: torch.Tensor
 ) -> KernelCall:
-    """The write kernel over a step's tokens.
+    """The write of a step's tokens: copied where the cache holds numbers, else encoded.
 
     Args:
-        key: (at least T, num_kv_heads, head_size).
-        value: (at least T, num_kv_heads, head_size_v).
-        key_cache: (num_blocks, num_kv_heads, block_size, head_size), last stride 1.
-        value_cache: the same with head_size_v.
+        key: (at least T, num_kv_heads, head_size), last stride 1.
+        value: (at least T, num_kv_heads, head_size_v), likewise.
+        stored: the cache.
         slot_mapping: int64 or int32 (T,); -1 writes nothing.
     """
-    for name, x in (("key", key), ("value", value), ("key_cache", key_cache)):
+    for name, x in (("key", key), ("value", value), ("key_cache", stored.key)):
         assert x.stride(-1) == 1 or x.shape[-1] == 1, f"{name} has last stride {x.stride(-1)}"
     num_tokens, block_t = slot_mapping.shape[0], 16
     head_size, head_size_v = key.shape[-1], value.shape[-1]
+    kernel, places, codes = write_kernel, stored.places, {}
+    k, v = stored.key, stored.value
+    if stored.encoding is not Encoding.NONE:
+        kernel, k, v = encode_kernel, k.view(torch.uint8), v.view(torch.uint8)
+        codes = {
+            "k_scales_ptr": stored.k_scales,
+            "v_scales_ptr": stored.v_scales,
+            "k_scale_ptr": stored.k_scale,
+            "v_scale_ptr": stored.v_scale,
+            "ENCODING": int(stored.encoding),
+            "UNIT": stored.unit,
+            "PER_HEAD": stored.is_scaled_per_head,
+        }
     return KernelCall(
-        kernel=write_kernel,
+        kernel=kernel,
         grid=(triton.cdiv(num_tokens, block_t), key.shape[1]),
         arguments={
             "key_ptr": key,
             "value_ptr": value,
-            "k_ptr": key_cache,
-            "v_ptr": value_cache,
+            "k_ptr": k,
+            "v_ptr": v,
             "slot_mapping_ptr": slot_mapping,
             "num_tokens": num_tokens,
             "key_stride_token": key.stride(0),
             "key_stride_head": key.stride(1),
             "value_stride_token": value.stride(0),
             "value_stride_head": value.stride(1),
-            "k_stride_page": key_cache.stride(0),
-            "k_stride_row": key_cache.stride(2),
-            "k_stride_head": key_cache.stride(1),
-            "v_stride_page": value_cache.stride(0),
-            "v_stride_row": value_cache.stride(2),
-            "v_stride_head": value_cache.stride(1),
+            "k_stride_page": places[0].stride(0),
+            "k_stride_row": places[0].stride(2),
+            "k_stride_head": places[0].stride(1),
+            "v_stride_page": places[1].stride(0),
+            "v_stride_row": places[1].stride(2),
+            "v_stride_head": places[1].stride(1),
             "HEAD_SIZE": head_size,
             "HEAD_SIZE_V": head_size_v,
             "BLOCK_D": padded(head_size),
             "BLOCK_DV": padded(head_size_v),
-            "PAGE_SIZE": key_cache.shape[2],
+            "PAGE_SIZE": stored.key.shape[2],
             "BLOCK_T": block_t,
+            **codes,
         },
         device=key.device,
         num_warps=4,
@@ -348,8 +361,12 @@ def _group_tiles(group_size: int, block_m: int) -> tuple[int, int]:
 def _tensors(o: Operands, variant: AttentionVariant) -> dict[str, torch.Tensor | None]:
     return {
         "q_ptr": o.query,
-        "k_ptr": o.key,
-        "v_ptr": None if o.value_follows_key else o.value,
+        "k_ptr": o.stored.key,
+        "v_ptr": o.stored.value if o.value_offset is None else None,
+        "k_scales_ptr": o.stored.k_scales,
+        "v_scales_ptr": o.stored.v_scales,
+        "k_scale_ptr": o.stored.k_scale,
+        "v_scale_ptr": o.stored.v_scale,
         "out_ptr": o.output,
         "lse_ptr": o.lse,
         "query_start_loc_ptr": o.query_start_loc,
@@ -381,15 +398,16 @@ def _window(variant: AttentionVariant) -> int | None:
 def _strides(o: Operands) -> dict[str, int]:
     paged = o.block_table is not None
     rows = 2 if paged else 0
+    key, value = o.stored.places
     return {
         "q_stride_token": o.query.stride(0),
         "q_stride_head": o.query.stride(1),
-        "k_stride_page": o.key.stride(0) if paged else 0,
-        "k_stride_row": o.key.stride(rows),
-        "k_stride_head": o.key.stride(1),
-        "v_stride_page": o.value.stride(0) if paged else 0,
-        "v_stride_row": o.value.stride(rows),
-        "v_stride_head": o.value.stride(1),
+        "k_stride_page": key.stride(0) if paged else 0,
+        "k_stride_row": key.stride(rows),
+        "k_stride_head": key.stride(1),
+        "v_stride_page": value.stride(0) if paged else 0,
+        "v_stride_row": value.stride(rows),
+        "v_stride_head": value.stride(1),
         "out_stride_token": o.output.stride(0),
         "out_stride_head": o.output.stride(1),
         "lse_stride_token": 0 if o.lse is None else o.lse.stride(0),
@@ -398,13 +416,22 @@ def _strides(o: Operands) -> dict[str, int]:
 
 
 def _sizes(o: Operands) -> dict[str, int]:
-    head_size, head_size_v = o.query.shape[-1], o.value.shape[-1]
+    head_size, head_size_v = o.query.shape[-1], o.output.shape[-1]
     return {
         "HEAD_SIZE": head_size,
         "HEAD_SIZE_V": head_size_v,
         "BLOCK_D": padded(head_size),
         "BLOCK_DV": padded(head_size_v),
-        "PAGE_SIZE": 1 if o.block_table is None else o.key.shape[2],
+        "PAGE_SIZE": 1 if o.block_table is None else o.stored.key.shape[2],
+    }
+
+
+def _codes(o: Operands) -> dict[str, int | bool]:
+    return {
+        "CODES": int(o.stored.codes),
+        "UNIT": o.stored.unit,
+        "VALUE_OFFSET": o.value_offset or 0,
+        "PER_HEAD": o.stored.is_scaled_per_head,
     }
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from attnkit.backends.triton.stored import Codes, Stored
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Operands:
@@ -17,9 +19,8 @@ class Operands:
 
     Attributes:
         query: (T, num_heads, head_size).
-        key: (num_blocks, num_kv_heads, block_size, head_size), any strides but 1 for the last; without
-            a block table (T, num_kv_heads, head_size).
-        value: the same with head_size_v.
+        stored: K and V: pages (num_blocks, num_kv_heads, block_size, ...), any strides but 1 for the
+            last; without a block table numbers (T, num_kv_heads, size).
         output: (T, num_heads, head_size_v).
         lse: float32 (T, num_heads); None: not wanted.
         query_start_loc: int32 (R + 1,).
@@ -33,8 +34,7 @@ class Operands:
     """
 
     query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    stored: Stored
     output: torch.Tensor
     lse: torch.Tensor | None
     query_start_loc: torch.Tensor
@@ -45,13 +45,17 @@ class Operands:
     prefix_lens: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        q, k, v, out, lse = self.query, self.key, self.value, self.output, self.lse
+        q, out, lse = self.query, self.output, self.lse
+        k, v = self.stored.key, self.stored.value
         ndim = 3 if self.block_table is None else 4
         assert k.dim() == v.dim() == ndim, f"key {k.shape} and value {v.shape} are not {ndim}-d"
         assert k.shape[:-1] == v.shape[:-1], f"key {k.shape} does not fit value {v.shape}"
-        assert q.shape[-1] == k.shape[-1], f"query {q.shape} does not fit key {k.shape}"
+        per_element = 2 if self.stored.codes in (Codes.INT4, Codes.NVFP4) else 1
+        assert q.shape[-1] == k.shape[-1] * per_element, (
+            f"query {q.shape} does not fit key {k.shape}"
+        )
         assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads over {k.shape[1]} KV heads"
-        assert out.shape == (*q.shape[:2], v.shape[-1]), f"output is {out.shape}"
+        assert out.shape == (*q.shape[:2], v.shape[-1] * per_element), f"output is {out.shape}"
         for name, x in (("query", q), ("key", k), ("value", v), ("output", out)):
             assert x.stride(-1) == 1 or x.shape[-1] == 1, f"{name} has last stride {x.stride(-1)}"
         assert lse is None or (lse.shape == q.shape[:2] and lse.dtype == torch.float32), lse
@@ -68,7 +72,7 @@ class Operands:
     @property
     def num_kv_heads(self) -> int:
         """Heads of K and V."""
-        return self.key.shape[1]
+        return self.stored.key.shape[1]
 
     @property
     def group_size(self) -> int:
@@ -76,14 +80,16 @@ class Operands:
         return self.query.shape[1] // self.num_kv_heads
 
     @property
-    def value_follows_key(self) -> bool:
-        """Each value stands right behind its key in one tensor, as in a layer's cache."""
-        key, value = self.key, self.value
-        return (
+    def value_offset(self) -> int | None:
+        """Elements from each key to its value, where both stand in one row as in a layer's cache."""
+        key, value = self.stored.key, self.stored.value
+        offset = value.storage_offset() - key.storage_offset()
+        in_row = (
             key.stride() == value.stride()
             and key.untyped_storage()._cdata == value.untyped_storage()._cdata
-            and value.storage_offset() - key.storage_offset() == key.shape[-1]
+            and 0 < offset < key.stride(-2)
         )
+        return int(offset) if in_row else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,7 +114,7 @@ class Parts:
     def numel(operands: Operands, part_rows: int, max_segments: int) -> int:
         """float32 elements that `of` needs."""
         rows = operands.num_reqs * part_rows * operands.query.shape[1]
-        return rows * max_segments * (operands.value.shape[-1] + 2)
+        return rows * max_segments * (operands.output.shape[-1] + 2)
 
     @classmethod
     def of(
@@ -116,7 +122,7 @@ class Parts:
     ) -> Parts:
         """Lay the three out in float32 memory of at least `numel` elements."""
         num_parts = operands.num_reqs * part_rows * operands.query.shape[1] * max_segments
-        num_acc = num_parts * operands.value.shape[-1]
+        num_acc = num_parts * operands.output.shape[-1]
         return cls(
             acc=memory[:num_acc],
             top=memory[num_acc : num_acc + num_parts],

@@ -12,9 +12,12 @@ would be rounded differently than max * log2_scale, and logits near 1e30 would o
 
 # The types of device code are Triton's: a literal is a constexpr, a range may hold tensors.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 
 import triton
 import triton.language as tl
+
+from attnkit.backends.triton.codes import BLOCK, INT4, NVFP4, numbers, with_block_scales
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -140,9 +143,46 @@ def load_rows(
 
 
 @triton.jit
+def load_numbers(
+    base_ptr,
+    scales_ptr,
+    offsets,
+    wanted,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    OFFSET: tl.constexpr,
+    CODES: tl.constexpr,
+    UNIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """A tile of K or of V as numbers of DTYPE, without the layer's scale and that of a key.
+
+    Offsets count UNIT elements: 4 where float32 scales stand between bytes, 1 elsewhere.
+    """
+    PER_BYTE: tl.constexpr = 2 if CODES >= INT4 else 1
+    x = load_rows(
+        base_ptr,
+        offsets * UNIT,
+        wanted,
+        SIZE // PER_BYTE,
+        BLOCK_SIZE // PER_BYTE,
+        MASKED,
+        OFFSET,
+    )
+    x = numbers(x, CODES, DTYPE)
+    if CODES == NVFP4:
+        scales = load_rows(scales_ptr, offsets, wanted, SIZE // BLOCK, BLOCK_SIZE // BLOCK, MASKED)
+        x = with_block_scales(x, scales, DTYPE)
+    return x
+
+
+@triton.jit
 def load_key_value(
     k_ptr,
     v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     table_ptr,
     page,
     keys,
@@ -158,21 +198,68 @@ def load_key_value(
     BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
+    CODES: tl.constexpr,
+    UNIT: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
-    """A tile of K and of V. Without `v_ptr`, a value stands right behind its key, at one address plus a
-    constant."""
+    """A tile of K and of V as `load_numbers` gives it. Without `v_ptr`, a value stands VALUE_OFFSET
+    elements behind its key."""
     k_offsets = offsets_of(
         table_ptr, page, keys, first_token, k_stride_page, k_stride_row, PAGE_SIZE
     )
-    k = load_rows(k_ptr, k_offsets, wanted, HEAD_SIZE, BLOCK_D, MASKED)
-    if v_ptr is None:
-        v = load_rows(k_ptr, k_offsets, wanted, HEAD_SIZE_V, BLOCK_DV, MASKED, HEAD_SIZE)
-    else:
+    v_offsets = k_offsets
+    value_ptr = k_ptr
+    if v_ptr is not None:
+        value_ptr = v_ptr
         v_offsets = offsets_of(
             table_ptr, page, keys, first_token, v_stride_page, v_stride_row, PAGE_SIZE
         )
-        v = load_rows(v_ptr, v_offsets, wanted, HEAD_SIZE_V, BLOCK_DV, MASKED)
+    k = load_numbers(
+        k_ptr, k_scales_ptr, k_offsets, wanted, HEAD_SIZE, BLOCK_D, MASKED, 0, CODES, UNIT, DTYPE
+    )
+    v = load_numbers(
+        value_ptr,
+        v_scales_ptr,
+        v_offsets,
+        wanted,
+        HEAD_SIZE_V,
+        BLOCK_DV,
+        MASKED,
+        VALUE_OFFSET,
+        CODES,
+        UNIT,
+        DTYPE,
+    )
     return k, v
+
+
+@triton.jit
+def load_scales(
+    scales_ptr,
+    table_ptr,
+    page,
+    keys,
+    wanted,
+    first_token,
+    stride_page,
+    stride_row,
+    PAGE_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The float32 scales that stand beside the codes of a tile's keys; zero where not wanted."""
+    offsets = offsets_of(table_ptr, page, keys, first_token, stride_page, stride_row, PAGE_SIZE)
+    if MASKED:
+        scales = tl.load(scales_ptr + offsets, mask=wanted, other=0.0)
+    else:
+        scales = tl.load(scales_ptr + offsets)
+    return scales
+
+
+@triton.jit
+def head_scale(scale_ptr, kv_head, PER_HEAD: tl.constexpr):
+    """The layer's scale of a KV head."""
+    return tl.load(scale_ptr + (kv_head if PER_HEAD else 0))
 
 
 @triton.jit
@@ -199,6 +286,7 @@ def tanh(x, PRECISE: tl.constexpr):
 def scores(
     q,
     k,
+    k_scales,
     keys,
     positions,
     slopes,
@@ -207,13 +295,15 @@ def scores(
     LINEAR: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
 ):
-    """(BLOCK_M, BLOCK_N) scores before the mask.
+    """(BLOCK_M, BLOCK_N) scores before the mask. `k_scales`: one more factor a key, or None.
 
     LINEAR: plain q.k; `log2_scale` then holds scale * log2(e). Otherwise the score is finished here,
     in base 2: q.k * scale, soft cap, ALiBi, times log2(e).
     """
     # "ieee" concerns float32 only: TF32 would keep 10 of its 23 bits.
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if k_scales is not None:
+        s = s * k_scales[None, :]
     if not LINEAR:
         s = s * scale
         if soft_cap is not None:
@@ -248,6 +338,21 @@ def online_softmax(s, top, total, log2_scale):
 
 
 @triton.jit
+def add_values(acc, fade, weights, v, v_scales):
+    """The weighted sum, rescaled, plus that of one more tile.
+
+    The scales beside V go to the weights, of which there are fewer. Small weights times small scales
+    would leave float16's range, so there they go to V.
+    """
+    if v_scales is not None:
+        if v.dtype == tl.float16:
+            v = (v.to(tl.float32) * v_scales[:, None]).to(tl.float16)
+        else:
+            weights = weights * v_scales[None, :]
+    return tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+
+
+@triton.jit
 def fold(top, total, acc, part_top, part_total, part_acc, log2_scale):
     """Add the state of later keys to that of earlier ones.
 
@@ -264,8 +369,8 @@ def fold(top, total, acc, part_top, part_total, part_acc, log2_scale):
 
 
 @triton.jit
-def finish(top, total, acc, sinks, log2_scale):
-    """Output and natural LSE of rows from their final state.
+def finish(top, total, acc, sinks, log2_scale, v_scale):
+    """Output and natural LSE of rows from their final state; `v_scale` is a factor on V, or None.
 
     The sink joins here, once: one more logit in the denominator, without a value. A row without keys
     has total 0: output 0 and LSE -inf, or the sink's.
@@ -282,4 +387,7 @@ def finish(top, total, acc, sinks, log2_scale):
     empty = total == 0.0
     divisor = tl.where(empty, 1.0, total)
     lse = tl.where(empty, float("-inf"), (top + tl.log2(divisor)) * LN_2)
-    return acc / divisor[:, None], lse
+    out = acc / divisor[:, None]
+    if v_scale is not None:
+        out = out * v_scale
+    return out, lse
