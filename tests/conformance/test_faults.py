@@ -7,6 +7,7 @@ import functools
 
 import pytest
 
+from attnkit.conformance.coded_faults import CODED_FAULTS, CodedTwinBackend
 from attnkit.conformance.faults import FAULTS, Fault
 from attnkit.conformance.subject import LawBroken, Subject
 from attnkit.conformance.twin import TwinBackend
@@ -23,6 +24,13 @@ def test_each_mistake_is_caught_by_its_check(fault: Fault) -> None:
     with pytest.raises(LawBroken):
         checks(fault.backend)[fault.caught_by].run()
     checks(TwinBackend)[fault.caught_by].run()
+
+
+@pytest.mark.parametrize("fault", CODED_FAULTS.values(), ids=CODED_FAULTS)
+def test_each_mistake_over_codes_is_caught_by_its_check(fault: Fault) -> None:
+    with pytest.raises(LawBroken):
+        checks(fault.backend)[fault.caught_by].run()
+    checks(CodedTwinBackend)[fault.caught_by].run()
 
 
 def test_the_twin_passes_everything_it_claims() -> None:

@@ -450,6 +450,25 @@ def unwritten_slots_stay(subject: Subject) -> None:
         expect_padding_untouched(none, result)
 
 
+def scales_of_what_is_not_quantised_do_not_matter(subject: Subject) -> None:
+    """`_q_scale` belongs to queries that come as codes, `_prob_scale` to kernels that make codes of
+    their weights: over queries that are numbers the answer is right whatever they are."""
+    refusals: list[NotClaimed] = []
+    for name in ("auto", "fp8"):
+        case = _base(subject, kv_cache_dtype=name)
+        try:
+            layer = subject.layer(case)
+        except NotClaimed as refusal:
+            refusals.append(refusal)
+            continue
+        layer._q_scale.fill_(3.0)
+        layer._prob_scale.fill_(1 / 448)
+        layer.process_weights_after_loading(case.dtype)
+        run_and_judge(subject, layer, subject.inputs(layer, case))
+    if len(refusals) == 2:
+        raise refusals[0]
+
+
 def the_device_has_the_last_word_on_lengths(subject: Subject) -> None:
     """Where drafts are moved between requests on the device, its `query_start_loc` counts, not the
     host's: totals agree, rows may not."""
@@ -494,6 +513,7 @@ LAWS: dict[str, Law] = {
         shared_cache_is_only_read,
         profiling_writes_zeros,
         unwritten_slots_stay,
+        scales_of_what_is_not_quantised_do_not_matter,
         the_device_has_the_last_word_on_lengths,
     )
 }
