@@ -41,7 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "compiled": {"errors"},
     "selection": {"errors", "contract", "backends"},
     "paged_layer": {"errors", "contract", "compiled", "selection"},
-    "layer": {"errors", "contract", "selection", "paged_layer"},
+    "layer": {"errors", "contract", "backends", "selection", "paged_layer"},
     "mla_layer": {"errors", "contract", "kvcache", "mla", "selection", "paged_layer"},
     "parallel": {"errors", "contract", "layer"},
     "runner": CHOICE,

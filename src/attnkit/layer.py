@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
+from attnkit.backends.wrappers import check_chunk_size, chunked_local
 from attnkit.contract import (
     AttentionBackend,
     AttentionImpl,
     AttentionSpec,
     AttentionType,
     AttentionVariant,
+    ChunkedLocalAttentionSpec,
     DeviceCapability,
     FullAttentionSpec,
     RSWASpec,
@@ -74,6 +76,7 @@ class Attention(PagedLayer):
         use_kv_connector: bool = False,
         use_mm_prefix: bool = False,
         use_rswa: bool = False,
+        attention_chunk_size: int | None = None,
         use_per_head_quant_scales: bool = False,
         vllm_config: Any | None = None,
     ) -> None:
@@ -103,6 +106,8 @@ class Attention(PagedLayer):
             use_kv_connector: somebody else will copy pages out of and into the cache.
             use_mm_prefix: batches with `mm_req_doc_ranges` will come.
             use_rswa: the window leaves each request's prefix visible (`rswa_prefix_lens` of a batch).
+            attention_chunk_size: a query sees the keys of its own chunk of positions only (position //
+                attention_chunk_size); None: no chunks. Any backend does it (`chunked_local`).
             use_per_head_quant_scales: `_q_scale`, `_k_scale` and `_v_scale` have one entry per KV head
                 instead of one for all.
             vllm_config: engine configuration handed to the builder; None: the defaults.
@@ -164,6 +169,9 @@ class Attention(PagedLayer):
                 f"{self.attn_type} with a window of {sliding_window}; give a window, or leave it out"
             )
         self.use_rswa = use_rswa
+        self.attention_chunk_size = attention_chunk_size
+        if attention_chunk_size is not None:
+            self._check_chunks(attention_chunk_size)
         self.return_lse = return_lse
 
         self.selection = select(
@@ -192,6 +200,8 @@ class Attention(PagedLayer):
             backend,
         )
         self.backend = self.selection.backend
+        if attention_chunk_size is not None:
+            self.backend = chunked_local(self.backend)
         extras: dict[str, Any] = {}
         if variant.sinks is not None:
             extras["sinks"] = variant.sinks.to(self.device)
@@ -228,6 +238,26 @@ class Attention(PagedLayer):
         self._page = (
             logical_page(self.backend, self._spec(block_size)) if self._needs_cache else None
         )
+
+    def _check_chunks(self, chunk_size: int) -> None:
+        if chunk_size < 1:
+            raise ConfigurationError(
+                f"attention_chunk_size {chunk_size} sees nothing; give at least 1, or None for no chunks"
+            )
+        check_chunk_size(chunk_size, self.block_size)
+        if self.attn_type is not AttentionType.DECODER:
+            raise ConfigurationError(
+                f"attention_chunk_size is for decoder layers, and layer {self.layer_name} is "
+                f"{self.attn_type}; leave it out"
+            )
+        others = {
+            "sliding_window": self.sliding_window is not None,
+            "use_mm_prefix": self.use_mm_prefix,
+        }
+        for name in (name for name, given in others.items() if given):
+            raise ConfigurationError(
+                f"attention_chunk_size and {name} exclude each other; give layer {self.layer_name} one"
+            )
 
     def extra_repr(self) -> str:
         return (
@@ -266,8 +296,12 @@ class Attention(PagedLayer):
             "dtype": kv_cache_torch_dtype(self.kv_cache_dtype, self.dtype),
             "kv_quant_mode": get_kv_quant_mode(self.kv_cache_dtype),
         }
-        if self.sliding_window is None:
-            spec: AttentionSpec = FullAttentionSpec(**facts)
+        if self.attention_chunk_size is not None:
+            spec: AttentionSpec = ChunkedLocalAttentionSpec(
+                attention_chunk_size=self.attention_chunk_size, **facts
+            )
+        elif self.sliding_window is None:
+            spec = FullAttentionSpec(**facts)
         elif self.use_rswa:
             spec = RSWASpec(rswa_window=self.sliding_window, **facts)
         else:

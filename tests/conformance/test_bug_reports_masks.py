@@ -1,4 +1,4 @@
-"""Public bug reports, replayed: ranges that are seen in both directions.
+"""Public bug reports, replayed: ranges that are seen in both directions, chunks.
 
 Each test is named by its report in the list of replays (BR-nnn) and by the law that was broken, and
 runs on every backend that can run here. The oracle judges every run (`replay`); numbers in a test
@@ -98,3 +98,44 @@ def test_br108_an_image_cut_by_a_chunk_is_refused(subject: Subject, inputs_of: I
         with pytest.raises(BatchError, match=r"\(4, 9\) is not inside the request's 7 tokens"):
             build(batch)
     assert torch.equal(bits(inputs.kv_cache), before)
+
+
+# Chunked local attention.
+
+
+@pytest.mark.parametrize(
+    ("length", "right"), [(4, {0, 1, 2, 3}), (5, {4}), (8, {4, 5, 6, 7})], ids=str
+)
+def test_br099_position_4_begins_a_chunk_of_4(replay: Replay, length: int, right: set[int]) -> None:
+    case = Case(name="br099", query_lens=(1,), seq_lens=(length,), block_size=2, chunk_pages=2)
+    assert seen_keys(replay(case, probe(case)).out) == [right]
+
+
+@pytest.mark.parametrize("pieces", [(6, *(1,) * 7), (3, 5, 5), (13,)], ids=str)
+def test_br101_chunks_begin_at_absolute_positions(
+    subject: Subject, inputs_of: InputsOf, pieces: tuple[int, ...]
+) -> None:
+    case = Case(
+        name="br101",
+        query_lens=(13,),
+        seq_lens=(13,),
+        block_size=4,
+        head_size=16,
+        chunk_pages=1,
+    )
+    layer, inputs = inputs_of(case, probe(case))
+    table = inputs.batch.block_table_tensor.tolist()
+    outs, done = [], 0
+    for piece in pieces:
+        rows = slice(done, done + piece)
+        done = rows.stop
+        part = replace(
+            inputs,
+            query=inputs.query[rows],
+            key=inputs.key[rows],
+            value=inputs.value[rows],
+            batch=make_batch([piece], [done], table, 4, device=subject.device),
+        )
+        outs.append(subject.run(layer, part).out.cpu())
+    seen = seen_keys(torch.cat(outs))
+    assert seen == [set(range(p // 4 * 4, p + 1)) for p in range(13)]

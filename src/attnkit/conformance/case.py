@@ -57,7 +57,9 @@ class Case:
         layout: order in memory of the cache.
         causal: of the batch; a tuple says it per request.
         sliding_window: keys a query sees, itself included.
-        freed_window: pages left of every query's window are freed: the table has the null block.
+        chunk_pages: pages in a chunk; a query sees the keys of its own chunk only.
+        freed_window: pages left of every query's window or chunk are freed: the table has the null
+            block.
         mm_prefix: requests have ranges that are seen in both directions.
         mm_ranges: per request, (first, last) positions; None: some that are made up (`ranges_of`).
         rswa: each request has a prefix that its window does not hide.
@@ -90,6 +92,7 @@ class Case:
     layout: KVCacheLayout = KVCacheLayout.LBNHC
     causal: bool | tuple[bool, ...] = True
     sliding_window: int | None = None
+    chunk_pages: int | None = None
     freed_window: bool = False
     mm_prefix: bool = False
     mm_ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None
@@ -138,6 +141,11 @@ class Case:
     def softmax_scale(self) -> float:
         """The scale in use."""
         return self.head_size**-0.5 if self.scale is None else self.scale
+
+    @property
+    def attention_chunk_size(self) -> int | None:
+        """Tokens in a chunk."""
+        return None if self.chunk_pages is None else self.chunk_pages * self.block_size
 
     @property
     def num_reqs(self) -> int:

@@ -40,6 +40,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi_sqrt": {"alibi": True, "alibi_sqrt": True},
     "non_causal": {"causal": False},
     "mm_prefix": {"mm_prefix": True},
+    "chunked": {"chunk_pages": 1, "freed_window": True},
     "rswa": {"rswa": True, "sliding_window": 5, "freed_window": True},
     "encoder_only": {"attn_type": AttentionType.ENCODER_ONLY},
     "encoder": {"attn_type": AttentionType.ENCODER},
@@ -67,6 +68,7 @@ _PAIRED = (
     "non_causal",
     "mm_prefix",
     "rswa",
+    "chunked",
     "encoder_only",
     "cross",
     "value_size",
@@ -88,6 +90,7 @@ def all_cases(basis: Basis | None = None) -> tuple[Case, ...]:
         _alone,
         _pairs,
         _everything,
+        _masks,
         _head_sizes,
         _groups,
         _pages,
@@ -157,7 +160,9 @@ def _compatible(a: str, b: str) -> bool:
     both = {a, b}
     if "non_causal" in both and both & {"encoder_only", "cross", "window_freed"}:
         return False
-    if both & {"mm_prefix", "rswa"} and both & {"encoder_only", "cross"}:
+    if both & {"mm_prefix", "rswa", "chunked"} and both & {"encoder_only", "cross"}:
+        return False
+    if "chunked" in both and both & {"non_causal", "mm_prefix", "rswa", "window", "window_freed"}:
         return False
     if "rswa" in both and both & {"non_causal", "window", "window_freed"}:
         return False  # Its pages are freed as a causal window's are.
@@ -188,6 +193,7 @@ def _everything(basis: Basis) -> Iterator[Case]:
     models: Mapping[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         "gemma2": (("window", "softcap"), {}),
         "gemma3": (("window", "mm_prefix"), {"sliding_window": 4}),
+        "llama4": (("chunked",), {"chunk_pages": 2}),
         "gpt_oss": (("window", "sinks"), {"num_heads": 8, "num_kv_heads": 1}),
         "bloom": (("alibi", "mha"), {}),
         "all": (("window", "softcap", "sinks", "alibi", "padding"), {}),
@@ -209,6 +215,31 @@ def _everything(basis: Basis) -> Iterator[Case]:
             return_lse=basis.lse,
             **fields,
         )
+
+
+def _masks(basis: Basis) -> Iterator[Case]:
+    """Ranges, prefixes and chunks as no feature by itself has them."""
+    lens: dict[str, Any] = {"query_lens": (4, 5, 1), "seq_lens": (2, 3, 1)}
+    yield plain_case("chunked-more_queries_than_keys", basis, chunk_pages=1, **lens)
+    prompt: dict[str, Any] = {"query_lens": (50, 20, 1), "seq_lens": (100, 20, 33)}
+    yield plain_case("chunks_of_two_pages", basis, chunk_pages=2, return_lse=basis.lse, **prompt)
+    yield plain_case(
+        "chunked-non_causal", basis, chunk_pages=1, causal=(False, True, False), **prompt
+    )
+    yield plain_case(
+        "rswa-non_causal", basis, rswa=True, sliding_window=7, causal=(False, True, False), **prompt
+    )
+    yield plain_case(
+        "rswa+mm_prefix+window_of_1", basis, rswa=True, mm_prefix=True, sliding_window=1, **prompt
+    )
+    yield plain_case(
+        "ranges_of_one_token",
+        basis,
+        mm_prefix=True,
+        mm_ranges=(((0, 0), (50, 50), (51, 98), (99, 99)), ((0, 19),), ()),
+        sliding_window=3,
+        **prompt,
+    )
 
 
 def _head_sizes(basis: Basis) -> Iterator[Case]:

@@ -159,6 +159,7 @@ def meaning_of(case: Case, request: int) -> Meaning:
         sinks=sink_logits(case),
         ranges=case.ranges_of(request),
         prefix=case.prefix_of(request),
+        chunk=case.attention_chunk_size,
     )
 
 
@@ -426,9 +427,12 @@ def _batch(case: Case, pages: _Pages, device: torch.device) -> CommonAttentionMe
             slots.append(_slot(ids, position, case.block_size) if writes else -1)
             positions.append(max(0, position))
         if case.freed_window and ids:
-            assert case.sliding_window is not None
-            # Whole pages before the first query's window.
-            gone = max(0, first - case.sliding_window + 1) // case.block_size
+            # Whole pages before the first query's window or chunk.
+            if (chunk := case.attention_chunk_size) is not None:
+                gone = max(0, first) // chunk * chunk // case.block_size
+            else:
+                assert case.sliding_window is not None
+                gone = max(0, first - case.sliding_window + 1) // case.block_size
             kept = -(-case.prefix_of(r) // case.block_size) if r < case.num_reqs else 0
             table[r, min(kept, len(ids)) : min(gone, len(ids))] = 0
     slots += [-1] * case.padding_tokens

@@ -33,6 +33,7 @@ class Meaning:
         sinks: per head, a logit in the denominator that carries no value.
         ranges: (first, last) positions, both inside: a query in one sees all its keys, whatever else
             it sees.
+        chunk: keys in another chunk of positions, position // chunk, are invisible. None: no chunks.
         prefix: keys below this are inside any window of a later query.
     """
 
@@ -45,6 +46,7 @@ class Meaning:
     sinks: Sequence[float] | None = None
     ranges: Sequence[tuple[int, int]] = ()
     prefix: int = 0
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,8 @@ def visible(
         seen &= (ahead > -meaning.window) | in_prefix
         if not meaning.causal:
             seen &= ahead < meaning.window
+    if meaning.chunk is not None:
+        seen &= query_positions[:, None] // meaning.chunk == key_positions[None, :] // meaning.chunk
     for first, last in meaning.ranges:
         queries = (first <= query_positions) & (query_positions <= last)
         keys = (first <= key_positions) & (key_positions <= last)

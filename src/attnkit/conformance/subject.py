@@ -86,6 +86,7 @@ class Subject:
         {"causal": False},
         {"mm_prefix": True, "sliding_window": 7},
         {"rswa": True, "sliding_window": 5},
+        {"chunk_pages": 1},
     )
     """Fields of a `Case` that laws are tried with, the plain layer first."""
 
@@ -179,6 +180,7 @@ class Subject:
             "use_non_causal": case.attn_type is AttentionType.DECODER and case.causal is not True,
             "use_mm_prefix": case.mm_prefix,
             "use_rswa": case.rswa,
+            "attention_chunk_size": case.attention_chunk_size,
         }
         try:
             layer = Attention(**{**arguments, **changes})

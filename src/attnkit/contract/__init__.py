@@ -16,7 +16,11 @@ One module exports every name. What each means stands in the file it is defined 
     config         the slice of an engine's configuration that backends read
 """
 
-from attnkit.contract.backend import AttentionBackend, subclass_attention_backend
+from attnkit.contract.backend import (
+    AttentionBackend,
+    subclass_attention_backend,
+    subclass_attention_backend_with_overrides,
+)
 from attnkit.contract.builder import AttentionMetadataBuilder, CommonMetadataBuilder
 from attnkit.contract.config import (
     CacheConfig,
@@ -129,4 +133,5 @@ __all__ = [
     "max_decode_query_len",
     "parallel_context",
     "subclass_attention_backend",
+    "subclass_attention_backend_with_overrides",
 ]

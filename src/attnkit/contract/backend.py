@@ -509,13 +509,28 @@ def subclass_attention_backend(
         attention_backend_cls: what to wrap; everything else, `get_name` included, is inherited.
         builder_cls: what `get_builder_cls` of the new class returns.
     """
-    name = name_prefix + attention_backend_cls.__name__
+    return subclass_attention_backend_with_overrides(
+        name_prefix, attention_backend_cls, {"get_builder_cls": staticmethod(lambda: builder_cls)}
+    )
+
+
+def subclass_attention_backend_with_overrides(
+    name_prefix: str,
+    attention_backend_cls: type[AttentionBackend],
+    overrides: dict[str, Any],
+) -> type[AttentionBackend]:
+    """A backend like another with other methods, as `subclass_attention_backend` makes one.
+
+    Args:
+        name_prefix, attention_backend_cls: as there.
+        overrides: attribute -> `staticmethod`, `classmethod` or value of the new class.
+    """
     return type(
-        name,
+        name_prefix + attention_backend_cls.__name__,
         (attention_backend_cls,),
         {
             "__module__": attention_backend_cls.__module__,
             "__doc__": attention_backend_cls.__doc__,
-            "get_builder_cls": staticmethod(lambda: builder_cls),
+            **overrides,
         },
     )

@@ -186,7 +186,7 @@ class CommonAttentionMetadata:
             spans = spans_of_tokens(
                 self.mm_req_doc_ranges,
                 self.query_start_loc_cpu.tolist(),
-                self._host_seq_lens("mm_req_doc_ranges").tolist(),
+                self.host_seq_lens("mm_req_doc_ranges").tolist(),
                 max(self.num_actual_tokens, int(self.query_start_loc_cpu[-1])),
             )
             if spans is not None:
@@ -213,8 +213,15 @@ class CommonAttentionMetadata:
             check_prefix_lens(prefixes.tolist(), self.seq_lens[: self.num_reqs].tolist())
         return prefixes
 
-    def _host_seq_lens(self, what: str) -> torch.Tensor:
-        """int32 (R,) on the host, exact for prefills, without waiting for a device."""
+    def host_seq_lens(self, what: str) -> torch.Tensor:
+        """int32 (R,): lengths on the host, exact for prefills, without waiting for a device.
+
+        Args:
+            what: needs them; for the error.
+
+        Raises:
+            BatchError: they are on a device only.
+        """
         if self.seq_lens_cpu_upper_bound is not None:
             return self.seq_lens_cpu_upper_bound
         if self.seq_lens.device.type != "cpu":

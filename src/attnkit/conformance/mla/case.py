@@ -69,6 +69,9 @@ class MLACase(Case):
                 self.alibi,
                 self.sinks,
                 self.per_head_scales,
+                self.mm_prefix,
+                self.rswa,
+                self.chunk_pages,
             )
         )
 
