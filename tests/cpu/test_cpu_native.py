@@ -112,7 +112,7 @@ def test_other_sources_flags_or_machines_are_other_files(
     paths.append(native._library_path())
     monkeypatch.setenv("CC", script(tmp_path, "exit 1"))
     paths.append(native._library_path())
-    assert len(paths) == len(set(paths)) == 9
+    assert len(set(paths)) == len(paths)
 
 
 def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
