@@ -1,4 +1,4 @@
-"""The vLLM half of e2e_cpu.py; runs under another Python and imports nothing of attnkit.
+"""The vLLM half of e2e_cpu.py and vllm_plugin_cpu.py; runs under another Python, without attnkit.bench.
 
 In: arguments MODEL DTYPE eager|compiled, then one JSON request a line on stdin: prompts as token ids
 and how many tokens are wanted. Out: one JSON line when ready, then one per request, on what was
@@ -11,6 +11,14 @@ import json
 import os
 import sys
 import time
+
+
+def attention_of(worker: object) -> str:
+    """Which class runs the first attention layer."""
+    for layer in worker.model_runner.compilation_config.static_forward_context.values():
+        kind = type(layer.impl)
+        return f"{kind.__module__}.{kind.__qualname__}"
+    return "none"
 
 
 def main() -> None:
@@ -40,6 +48,7 @@ def main() -> None:
         {
             "vllm": vllm.__version__,
             "torch": torch.__version__,
+            "impl": llm.collective_rpc(attention_of)[0],
             "seconds": time.perf_counter() - start,
         }
     )

@@ -8,5 +8,7 @@ ENVIRONMENT: dict[str, str] = {
     "ATTNKIT_BACKEND": "the backend that backend='auto' means, by any name selection knows",
     "ATTNKIT_CACHE_DIR": "where converted checkpoints and built kernels are kept "
     "(default: attnkit in XDG_CACHE_HOME, or in ~/.cache)",
+    "ATTNKIT_VLLM": "the backend that runs inside vLLM; unset: vLLM's own on a CPU, and triton where a "
+    "GPU's user asks for CUSTOM",
     "ATTNKIT_CPU_NATIVE": "0: the cpu backend runs in torch alone and builds no C",
 }

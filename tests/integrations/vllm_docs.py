@@ -1,0 +1,44 @@
+"""Runs the example of docs/vllm.md in an environment that has vLLM: part of `make test-vllm`.
+
+In: the Python of that environment. Out: exit status 0 if the example put out text through our impl. The
+model of the example is replaced by the one that is installed here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from attnkit.runner.checkpoint import resolve_checkpoint
+
+CHECK = """
+layers = llm.collective_rpc(lambda worker: [
+    type(layer.impl).__module__
+    for layer in worker.model_runner.compilation_config.static_forward_context.values()
+])[0]
+assert set(layers) == {"attnkit.integrations.vllm.backend"}, layers
+"""
+
+
+def main() -> None:
+    """Take the example out of the page and run it."""
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    name = '"HuggingFaceTB/SmolLM2-135M-Instruct"'
+    assert name in code
+    code = code.replace(name, repr(resolve_checkpoint(None).source)) + CHECK
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "ATTNKIT_VLLM")}
+    done = subprocess.run(
+        [sys.argv[1], "-c", code], env={**environment, **quiet}, capture_output=True, text=True
+    )
+    print(done.stdout[-500:])
+    if done.returncode or "Paris" not in done.stdout:
+        sys.exit(done.stderr[-4000:])
+
+
+if __name__ == "__main__":
+    main()
