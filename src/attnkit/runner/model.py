@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +46,10 @@ from attnkit.runner.takeover import (
 )
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+_CPU_COMPILE_OPTIONS: dict[str, Any] = {"freezing": True, "cpp.enable_concat_linear": True}
+"""Of Inductor: weights are constants, packed once, and those with one input joined (q, k and v). On two
+cores 16 prompts in bfloat16 ran at 450 tokens/s with them and at 250 to 350 without."""
 
 
 class PackedModel:
@@ -94,6 +99,7 @@ class PackedModel:
         self.device = next(model.parameters()).device
         self.max_model_len = max_model_len_of(model, max_model_len)
         self._use_kv_connector = use_kv_connector
+        self._compile_options: dict[str, Any] = {}
         self._previous = attention_names(model)
         with left_alone_on_error(model):
             facts = probe(model, self.max_model_len)
@@ -174,6 +180,12 @@ class PackedModel:
             poison=poison,
         )
 
+    def compile(self) -> None:
+        """Let torch.compile fuse what lies between weights and attention, from the next step on."""
+        self.model.compile(dynamic=True)
+        if self.device.type == "cpu":
+            self._compile_options = _CPU_COMPILE_OPTIONS
+
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -197,11 +209,23 @@ class PackedModel:
         options: dict[str, Any] = {}
         if self._takes_logits_to_keep:
             options["logits_to_keep"] = logits_indices
-        with torch.inference_mode(), forward_context(plans, cache.by_layer):
+        with (
+            torch.inference_mode(),
+            forward_context(plans, cache.by_layer),
+            self._compiling(),
+        ):
             logits = self.model(
                 input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **options
             ).logits[0]
         return logits if self._takes_logits_to_keep else logits[logits_indices]
+
+    def _compiling(self) -> AbstractContextManager[Any]:
+        if not self._compile_options:
+            return nullcontext()
+        # Not as options of torch.compile: its front end reads the configuration itself.
+        from torch._inductor import config
+
+        return config.patch(self._compile_options)
 
     def _layer(
         self,
