@@ -125,6 +125,7 @@ def test_br090_context_in_chunks(subject: MLASubject, workspace: int) -> None:
         qk_nope_head_dim=8,
         v_head_dim=8,
         block_size=subject.basis().block_size,
+        decode_query_len=1,
         workspace_pages=-(-workspace // subject.basis().block_size),
         return_lse=subject.basis().lse,
     )
@@ -166,7 +167,7 @@ def test_br092_tables_are_indexed_by_request(subject: MLASubject) -> None:
 @pytest.mark.parametrize("q_len", [1, 2, 4])
 def test_br094_absorbed_and_expanded_agree(subject: MLASubject, q_len: int) -> None:
     """On top of nine tokens, beside a context shorter than the query and a padding request."""
-    for num_drafts in (None, q_len):
+    for decode_query_len in (1, q_len):
         case = small(
             subject,
             f"br094-{q_len}",
@@ -177,7 +178,7 @@ def test_br094_absorbed_and_expanded_agree(subject: MLASubject, q_len: int) -> N
             head_size_v=2,
             qk_nope_head_dim=4,
             v_head_dim=5,
-            num_drafts=num_drafts,
+            decode_query_len=decode_query_len,
             block_size=subject.basis().block_size,
             return_lse=subject.basis().lse,
         )

@@ -12,5 +12,6 @@ BACKENDS: dict[str, str] = {
 }
 
 MLA_BACKENDS: dict[str, str] = {
+    "cpu_mla": "attnkit.backends.cpu.mla:CpuMLABackend",
     "reference_mla": "attnkit.backends.reference_mla:ReferenceMLABackend",
 }

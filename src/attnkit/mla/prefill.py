@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from attnkit.contract import MLADimensions
 from attnkit.kvcache.formats import CacheFormat
 from attnkit.mla.plan import ContextChunk, MLAMetadata, PrefillPart
 from attnkit.mla.projection import KvBProjection
@@ -95,11 +96,8 @@ def attend_prefill(
         total[plan.own_rows], lse[plan.own_rows] = part, part_lse
     d = projection.dimensions
     for chunk in plan.chunks:
-        pages = cache.index_select(0, chunk.pages)
-        latents = stored.decode(
-            pages[..., None, :], d.kv_lora_rank, d.qk_rope_head_dim, k_scale, k_scale
-        )
-        key, value = projection.expand(*(x[..., 0, :].to(query.dtype) for x in latents))
+        latents = read_latents(cache, chunk.pages, stored, d, k_scale, query.dtype)
+        key, value = projection.expand(*latents)
         rows = query[chunk.rows]
         part = rows.new_empty(*rows.shape[:2], value.shape[-1], dtype=torch.float32)
         part_lse = rows.new_empty(rows.shape[:2], dtype=torch.float32)
@@ -107,6 +105,38 @@ def attend_prefill(
         merge_into(total[chunk.rows], lse[chunk.rows], part, part_lse)
     output.copy_(total)
     return lse
+
+
+def read_latents(
+    cache: torch.Tensor,
+    pages: torch.Tensor,
+    stored: CacheFormat,
+    dimensions: MLADimensions,
+    k_scale: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents and rotated parts of some pages.
+
+    Args:
+        cache: (num_blocks, block_size, C).
+        pages: int64 or int32 (n,), block ids.
+        stored: the cache's format.
+        dimensions: of the layer.
+        k_scale: the layer's.
+        dtype: to read them in.
+
+    Returns:
+        (n, block_size, kv_lora_rank) and (n, block_size, qk_rope_head_dim).
+    """
+    d = dimensions
+    if stored.codec is None:
+        rows = cache.index_select(0, pages).to(dtype)
+        kv_c, k_pe = rows.split([d.kv_lora_rank, d.qk_rope_head_dim], dim=-1)
+        return kv_c, k_pe
+    # As bytes, since not every operation knows every 8-bit dtype.
+    rows = cache.view(torch.uint8).index_select(0, pages)[..., None, :]
+    parts = stored.decode(rows, d.kv_lora_rank, d.qk_rope_head_dim, k_scale, k_scale)
+    return parts[0][..., 0, :].to(dtype), parts[1][..., 0, :].to(dtype)
 
 
 def merge_into(

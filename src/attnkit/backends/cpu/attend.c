@@ -606,6 +606,7 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
                   .first_partial = offsets + 2 * n + 2};
   j.row_dtype = codes ? BF16 : j.widen ? F32 : kv_dtype;
   if (v - k == k_bytes) j.fetch_bytes = k_bytes + v_bytes;
+  else if (v == k) j.fetch_bytes = k_bytes > v_bytes ? k_bytes : v_bytes; /* latents: V in K */
   int64_t status = OK, num_units = 0, num_partials = 0, cost = 0;
   for (int64_t i = 0; i < n && status == OK; ++i) {
     const int64_t req = batch->served[i];

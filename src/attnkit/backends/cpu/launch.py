@@ -325,6 +325,63 @@ class NativeKernels:
             num_blocks,
         )
 
+    def attend_pages(
+        self,
+        batch: NativeBatch,
+        layer: NativeLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        codes: NativeCodes | None,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """`attend_paged` where keys and values are tensors of their own, or the values lie inside the
+        keys.
+
+        Args:
+            key: (num_blocks, num_kv_heads, block_size, head_size), of any strides but the last; with
+                codes, of bytes.
+            value: likewise with head_size_v.
+        """
+        num_blocks, _, block_size, _ = key.shape
+        k_block, k_head, k_token, _ = key.stride()
+        v_block, v_head, v_token, _ = value.stride()
+        q_token, q_head, _ = query.stride()
+        out_token, out_head, _ = output.stride()
+        self._check(
+            self._attend(
+                batch.address,
+                layer.address,
+                query.data_ptr(),
+                DTYPE_CODES[query.dtype],
+                q_token,
+                q_head,
+                key.data_ptr(),
+                k_block,
+                k_token,
+                k_head,
+                value.data_ptr(),
+                v_block,
+                v_token,
+                v_head,
+                DTYPE_CODES[key.dtype] if codes is None else 0,
+                None if codes is None else codes.address,
+                num_blocks,
+                block_size,
+                batch.table_width,
+                output.data_ptr(),
+                DTYPE_CODES[output.dtype],
+                out_token,
+                out_head,
+                None if lse is None else lse.data_ptr(),
+                0 if lse is None else lse.stride(0),
+                torch.get_num_threads(),
+                self._parallel,
+            ),
+            num_blocks,
+        )
+
     def attend_tokens(
         self,
         batch: NativeBatch,

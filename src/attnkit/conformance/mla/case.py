@@ -42,6 +42,7 @@ class MLACase(Case):
     Attributes:
         qk_nope_head_dim, v_head_dim: of the layer.
         num_drafts: drafts the engine verifies: queries up to one more of them are decodes.
+        decode_query_len: requests with at most this many queries are decodes; None: the builder says.
         workspace_pages: pages of context that are expanded at once; None: the builder's own.
     """
 
@@ -52,6 +53,7 @@ class MLACase(Case):
     qk_nope_head_dim: int = 16
     v_head_dim: int = 24
     num_drafts: int | None = None
+    decode_query_len: int | None = None
     workspace_pages: int | None = None
 
     @property

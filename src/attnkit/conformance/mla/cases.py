@@ -25,7 +25,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "padding": {"padding_tokens": 6, "padding_reqs": 2},
     "shared_prefix": {"shared_blocks": 1},
     "drafts": {"num_drafts": 16},
-    "small_workspace": {"workspace_pages": 1},
+    "expanded": {"decode_query_len": 1},
+    "small_workspace": {"decode_query_len": 1, "workspace_pages": 1},
     "one_head": {"num_heads": 1},
 }
 """What a case asks beside plain attention over latents."""
@@ -177,7 +178,9 @@ def _lengths(basis: MLABasis) -> Iterator[MLACase]:
         yield plain_mla_case(
             f"{name}-drafts", basis, basis.dtypes[-1], num_drafts=3, return_lse=basis.lse, **lens
         )
-        yield plain_mla_case(f"{name}-two_pages", basis, workspace_pages=2, **lens)
+        yield plain_mla_case(
+            f"{name}-two_pages", basis, decode_query_len=1, workspace_pages=2, **lens
+        )
     for dtype in basis.dtypes:
         yield plain_mla_case(
             f"long_context-{dtype}",
@@ -185,6 +188,7 @@ def _lengths(basis: MLABasis) -> Iterator[MLACase]:
             dtype,
             query_lens=(1, 9),
             seq_lens=(1500, 700),
+            decode_query_len=1,
             workspace_pages=13,
             return_lse=basis.lse,
         )
@@ -203,8 +207,10 @@ def _formats(basis: MLABasis) -> Iterator[MLACase]:
         for batch, dtype in itertools.product(BATCHES, basis.dtypes):
             yield _case(f"{name}-{batch}-{dtype}", basis, batch, dtype, **how)
         dtype = basis.dtypes[-1]
-        yield _case(f"{name}-drafts", basis, "extend", dtype, num_drafts=16, **how)
-        yield _case(f"{name}-in_pieces", basis, "extend", workspace_pages=1, **how)
+        yield _case(f"{name}-absorbed", basis, "extend", dtype, decode_query_len=17, **how)
+        yield _case(
+            f"{name}-in_pieces", basis, "extend", decode_query_len=1, workspace_pages=1, **how
+        )
         yield _case(f"{name}-saturated", basis, "mixed", value_gain=1000.0, **how)
         yield _case(f"{name}-padding", basis, "mixed", padding_tokens=3, padding_reqs=1, **how)
 
@@ -225,7 +231,8 @@ def _random_mixtures(basis: MLABasis) -> Iterator[MLACase]:
             seq_lens=tuple(s for _, s in lens),
             num_heads=rng.choice((1, 3, 4, 6)),
             block_size=basis.block_size * rng.choice((1, 1, 2, 4)),
-            num_drafts=rng.choice((None, None, 2, 20)),
+            num_drafts=rng.choice((None, 2)),
+            decode_query_len=rng.choice((None, 1, 1, 20)),
             workspace_pages=rng.choice((None, 1, 2, 5)),
             padding_tokens=rng.choice((0, 3)),
             return_lse=basis.lse,

@@ -24,8 +24,8 @@ _LENS = {"query_lens": (1, 2, 5, 18), "seq_lens": (49, 33, 5, 70)}
 
 def absorbed_is_expanded(subject: Subject) -> None:
     """The same batch answers alike whether its requests count as decodes or as prefills."""
-    for num_drafts in (None, 1, 4, 30):
-        case = _base(subject, num_drafts=num_drafts)
+    for decode_query_len in (None, 1, 2, 5, 30):
+        case = _base(subject, decode_query_len=decode_query_len)
         layer = subject.layer(case)
         run_and_judge(subject, layer, subject.inputs(layer, case))
 
@@ -37,6 +37,7 @@ def workspace_does_not_matter(subject: Subject) -> None:
             subject,
             query_lens=(3, 8, 4, 2),
             seq_lens=(3 + 80, 8, 4 + 33, 2 + 16),
+            decode_query_len=1,
             workspace_pages=workspace_pages,
         )
         layer = subject.layer(case)
@@ -69,7 +70,7 @@ def strides_do_not_matter(subject: Subject) -> None:
 
 def lse_is_float32_per_token_and_head(subject: Subject) -> None:
     """What the impl itself returns from both forwards: an LSE of float32 (num_tokens, num_heads)."""
-    case = _base(subject)
+    case = _base(subject, decode_query_len=2)
     assert isinstance(subject, MLASubject)
     layer = subject.layer(case)
     if not layer.return_lse:
@@ -133,8 +134,8 @@ def the_device_has_the_last_word_on_lengths(subject: Subject) -> None:
         raise NotClaimed("the backend says supports_device_cpu_query_lens_mismatch = False")
     lens = {"query_lens": (1, 4, 3, 4), "seq_lens": (41, 36, 50, 19)}
     for layer, case in claimed(subject, _base(subject, num_drafts=3, **lens)):
-        if getattr(case, "num_drafts", None) != 3:
-            continue
+        if getattr(case, "decode_query_len", None) == 1:
+            continue  # Lengths of prefills are the host's too.
         inputs = subject.inputs(layer, case)
         bound = inputs.batch.seq_lens.cpu() + 3
         moved = inputs.batch.replace(
@@ -149,8 +150,8 @@ def the_device_has_the_last_word_on_lengths(subject: Subject) -> None:
 def padding_rows_are_zero(subject: Subject) -> None:
     """Rows that the batch counts and no request owns come out zero: an
     engine that looks at the whole output of a captured graph must not find NaN there."""
-    for num_drafts in (None, 30):
-        case = _base(subject, num_drafts=num_drafts, padding_tokens=5, padding_reqs=3)
+    for decode_query_len in (1, 30):
+        case = _base(subject, decode_query_len=decode_query_len, padding_tokens=5, padding_reqs=3)
         layer = subject.layer(case)
         inputs = subject.inputs(layer, case)
         counted = replace(

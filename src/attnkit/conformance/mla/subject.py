@@ -39,8 +39,8 @@ class MLASubject(Subject):
 
     law_variants: ClassVar[tuple[dict[str, Any], ...]] = (
         {},
-        {"num_drafts": 20},
-        {"workspace_pages": 1},
+        {"decode_query_len": 20},
+        {"decode_query_len": 1, "workspace_pages": 1},
     )
     coded_variants: ClassVar[tuple[dict[str, Any], ...]] = ({"kv_cache_dtype": "fp8"},)
 
@@ -124,12 +124,14 @@ class MLASubject(Subject):
         except (UnsupportedConfiguration, ConfigurationError) as refusal:
             raise NotClaimed(str(refusal)) from refusal
         self.prepare_cache(layer, case)
+        builder: Any = layer.make_builder()
+        if case.decode_query_len is not None:
+            builder.reorder_batch_threshold = case.decode_query_len
         if case.workspace_pages is not None:
-            builder: Any = layer.make_builder()
             if not hasattr(builder, "workspace_tokens"):
                 raise NotClaimed("the builder has no workspace_tokens to bound")
             builder.workspace_tokens = case.workspace_pages * case.block_size
-            layer._builder = builder
+        layer._builder = builder
         return layer
 
     def inputs(

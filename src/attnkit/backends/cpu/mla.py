@@ -1,0 +1,455 @@
+"""CpuMLABackend: attention over latents with the CPU kernels, which know nothing of latents.
+
+In: an `MLAMetadata` and a layer's tensors, all on the CPU. Out: attention. To a decode the cache is
+keys of one KV head (the whole row) whose values are their own first part, so the dense kernels read
+each row once for both; to a prefill, own tokens and chunks of the context are dense attention as well.
+Without the native library, and for rows with a scale per tile, the same is done in torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+
+from attnkit.backends.cpu.attend import Request, attend
+from attnkit.backends.cpu.launch import NativeBatch, NativeCodes, NativeKernels, NativeLayer
+from attnkit.backends.cpu.native import native_kernels, native_status
+from attnkit.contract import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionVariant,
+    CommonAttentionMetadata,
+    DeviceCapability,
+    KVCacheLayout,
+    MLAAttentionImpl,
+    MLADimensions,
+)
+from attnkit.errors import BatchError, UnsupportedConfiguration
+from attnkit.kvcache.formats import LATENT_FORMATS, CacheFormat, latent_format
+from attnkit.mla.builder import MLAMetadataBuilder
+from attnkit.mla.plan import ContextChunk, MLAMetadata, PrefillPart
+from attnkit.mla.prefill import attend_prefill, read_latents
+from attnkit.mla.projection import KvBProjection
+
+
+class CpuMLAMetadata(MLAMetadata):
+    """A planned batch, its decodes packed for the kernels once for all layers."""
+
+    @cached_property
+    def native_decode(self) -> NativeBatch:
+        """The decodes, over pages of the cache."""
+        plan = self.decode
+        assert plan is not None, "a batch without decodes has no rows to serve"
+        return _pack(plan.query_start_loc, plan.seq_lens, plan.block_table, causal=True)
+
+
+class CpuMLAMetadataBuilder(MLAMetadataBuilder):
+    """Up to 32 queries are decoded: expanding a context costs as much as attending to it with about
+    170, and absorbed attention is the slower one by three only."""
+
+    decode_query_len: ClassVar[int] = 32
+    max_workspace_tokens: ClassVar[int] = 4096
+    """With 128 heads of 192 + 128 numbers in four bytes, 670 MB."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CpuMLAMetadata:
+        plan = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return CpuMLAMetadata(**vars(plan))
+
+
+class CpuMLABackend(AttentionBackend):
+    """Latents of any sizes, any page size, on the CPU."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(LATENT_FORMATS)
+    forward_includes_kv_cache_update = False
+    accept_output_buffer = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "cpu_mla"
+
+    @staticmethod
+    def get_impl_cls() -> type[CpuMLAImpl]:
+        return CpuMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CpuMLAMetadataBuilder]:
+        return CpuMLAMetadataBuilder
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return max(64, default_block_size)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
+        return None  # With one KV head, tokens of a page lie in order in all of them.
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return capability.platform == "cpu"
+
+    @classmethod
+    def supports_mla_dimensions(
+        cls, dimensions: MLADimensions, kv_cache_dtype: str | None
+    ) -> str | None:
+        if kv_cache_dtype not in LATENT_FORMATS:
+            return None  # A reason of its own.
+        stored = latent_format(kv_cache_dtype)
+        return stored.refusal(dimensions.kv_lora_rank, dimensions.qk_rope_head_dim)
+
+    @classmethod
+    def describe_runtime(cls) -> str:
+        return native_status()
+
+
+class CpuMLAImpl(MLAAttentionImpl[CpuMLAMetadata]):
+    """One layer over latents on the CPU."""
+
+    can_return_lse_for_decode = True
+    can_return_lse_for_prefill = True
+    supports_pcp = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: torch.nn.Module,
+        indexer: object | None = None,
+        q_pad_num_heads: int | None = None,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.kv_cache_dtype = kv_cache_dtype
+        self.dimensions = MLADimensions(
+            kv_lora_rank=kv_lora_rank,
+            qk_nope_head_dim=qk_nope_head_dim,
+            qk_rope_head_dim=qk_rope_head_dim,
+            v_head_dim=v_head_dim,
+        )
+        self.cache_format = latent_format(kv_cache_dtype)
+        reason = self.cache_format.refusal(kv_lora_rank, qk_rope_head_dim)
+        if reason is not None:
+            raise UnsupportedConfiguration(f"cpu_mla: {reason}", (reason,))
+        self.projection = KvBProjection.of(kv_b_proj, num_heads, self.dimensions)
+        self._variant = AttentionVariant.from_impl_args(num_heads=num_heads, scale=scale)
+        self._kernels = native_kernels()
+        self._absorbed = NativeLayer.pack(self._variant, num_heads, 1, head_size, kv_lora_rank)
+        self._dense = _Dense(self._kernels, self._variant, num_heads, qk_head_dim, v_head_dim)
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """Write this step's rows.
+
+        Raises:
+            BatchError: a slot lies outside the cache, or the cache's rows are not dense; nothing has
+                been written.
+        """
+        if kv_cache.numel() == 0 or slot_mapping.numel() == 0:
+            return
+        _check_rows(kv_cache)
+        key, value, pages = kv_c_normed[:, None], k_pe, kv_cache[:, None]
+        slots = slot_mapping.flatten().contiguous()
+        stored = self.cache_format
+        if self._kernels is not None and not _is_tiled(stored):
+            codes = self._codes(k_scale, split=True)
+            if codes is None:
+                key, value = key.to(kv_cache.dtype), value.to(kv_cache.dtype)
+            self._kernels.write_kv(_dense_rows(key), _dense_rows(value), pages, codes, slots)
+            return
+        lowest, highest = (int(x) for x in slots.aminmax())
+        num_slots = kv_cache.shape[0] * kv_cache.shape[1]
+        if lowest < -1 or highest >= num_slots:
+            raise BatchError(
+                f"slot_mapping goes from {lowest} to {highest}; give slots from 0 to "
+                f"{num_slots - 1}, or -1 to skip a token"
+            )
+        stored.write(key, value, pages, slots, k_scale, k_scale)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: CpuMLAMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        query = _dense_rows(torch.cat(q, dim=-1) if isinstance(q, tuple) else q)
+        cache, rank = kv_c_and_k_pe_cache, self.dimensions.kv_lora_rank
+        _check_rows(cache)
+        plan = attn_metadata.decode
+        assert plan is not None, "a batch without decodes has no rows to serve"
+        output = query.new_empty(*query.shape[:2], rank)
+        lse = torch.empty(query.shape[:2]) if self.need_to_return_lse_for_decode else None
+        if self._kernels is None or _is_tiled(self.cache_format):
+            self._decode_in_torch(query, cache, attn_metadata, layer._k_scale, output, lse)
+            return output, lse
+        codes = self._codes(layer._k_scale, split=False)
+        pages = (cache if codes is None else cache.view(torch.uint8))[:, None]
+        self._kernels.attend_pages(
+            attn_metadata.native_decode,
+            self._absorbed,
+            query,
+            pages,
+            pages[..., :rank],
+            codes,
+            output,
+            lse,
+        )
+        return output, lse
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: CpuMLAMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        lse = attend_prefill(
+            q,
+            kv_c_normed,
+            k_pe[:, 0],
+            kv_c_and_k_pe_cache,
+            attn_metadata,
+            self.projection,
+            self.cache_format,
+            k_scale,
+            self._dense,
+            output.view(-1, self.num_heads, self.dimensions.v_head_dim),
+        )
+        return lse if self.need_to_return_lse_for_decode else None
+
+    def _codes(self, k_scale: torch.Tensor, *, split: bool) -> NativeCodes | None:
+        """The cache's format as the kernels know it, a row being one vector or, if `split`, latent and
+        rotated part; None: its elements are the numbers."""
+        if self.cache_format.codec is None:
+            return None
+        d = self.dimensions
+        sizes = (d.kv_lora_rank, d.qk_rope_head_dim) if split else (d.latent_size, d.kv_lora_rank)
+        return NativeCodes.pack(self.cache_format, *sizes, 1, k_scale, k_scale)
+
+    def _decode_in_torch(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: MLAMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        plan = metadata.decode
+        assert plan is not None
+        starts, kv_lens = plan.query_start_loc.tolist(), plan.seq_lens.tolist()
+        requests = [
+            _request(
+                starts[i],
+                starts[i + 1] - starts[i],
+                kv_lens[i],
+                _Latents(cache, plan.block_table[i], self.cache_format, self.dimensions, k_scale),
+                causal=True,
+            )
+            for i in range(len(kv_lens))
+            if starts[i + 1] > starts[i]
+        ]
+        attend(query, requests, 1, self._variant, output, lse)
+
+
+class _Dense:
+    """Dense attention over expanded heads, for prefills."""
+
+    def __init__(
+        self,
+        kernels: NativeKernels | None,
+        variant: AttentionVariant,
+        num_heads: int,
+        head_size: int,
+        head_size_v: int,
+    ) -> None:
+        self._kernels, self._variant, self._num_heads = kernels, variant, num_heads
+        self._layer = NativeLayer.pack(variant, num_heads, num_heads, head_size, head_size_v)
+
+    def own_tokens(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: PrefillPart,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        if self._kernels is not None:
+            batch = _pack(plan.query_start_loc, plan.query_start_loc[1:], None, causal=True)
+            query = _dense_rows(query)
+            self._kernels.attend_tokens(batch, self._layer, query, key, value, output, lse)
+            return
+        starts = plan.query_start_loc.tolist()
+        requests = [
+            _request(
+                start,
+                end - start,
+                end - start,
+                _Tokens(key[start:end], value[start:end]),
+                causal=True,
+            )
+            for start, end in itertools.pairwise(starts)
+            if end > start
+        ]
+        attend(query, requests, self._num_heads, self._variant, output, lse)
+
+    def context(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        chunk: ContextChunk,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        if self._kernels is not None:
+            batch = _pack(chunk.query_start_loc, chunk.kv_lens, chunk.block_table, causal=False)
+            self._kernels.attend_pages(
+                batch,
+                self._layer,
+                _dense_rows(query),
+                key.transpose(1, 2),
+                value.transpose(1, 2),
+                None,
+                output,
+                lse,
+            )
+            return
+        starts = chunk.query_start_loc.tolist()
+        requests = []
+        for i, kv_len in enumerate(chunk.kv_lens.tolist()):
+            pages = chunk.block_table[i, : -(-kv_len // key.shape[1])]
+            read = _Tokens(*(x.index_select(0, pages).flatten(0, 1)[:kv_len] for x in (key, value)))
+            if starts[i + 1] > starts[i]:
+                requests.append(
+                    _request(starts[i], starts[i + 1] - starts[i], kv_len, read, causal=False)
+                )
+        attend(query, requests, self._num_heads, self._variant, output, lse)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Keys and values in order, (tokens, num_heads, size) each."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def __call__(
+        self, start: int, end: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = self.key[start:end].to(dtype), self.value[start:end].to(dtype)
+        return key.transpose(0, 1), value.transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Latents:
+    """Rows of one request as keys and, their first part, as values of one head."""
+
+    cache: torch.Tensor
+    block_table: torch.Tensor
+    cache_format: CacheFormat
+    dimensions: MLADimensions
+    k_scale: torch.Tensor
+
+    def __call__(
+        self, start: int, end: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        block_size = self.cache.shape[1]
+        first = start // block_size
+        parts = read_latents(
+            self.cache,
+            self.block_table[first : -(-end // block_size)],
+            self.cache_format,
+            self.dimensions,
+            self.k_scale,
+            dtype,
+        )
+        rows = torch.cat(parts, dim=-1).flatten(0, 1)
+        rows = rows[None, start - first * block_size : end - first * block_size]
+        return rows, rows[..., : self.dimensions.kv_lora_rank]
+
+
+def _pack(
+    query_start_loc: torch.Tensor,
+    kv_lens: torch.Tensor,
+    block_table: torch.Tensor | None,
+    *,
+    causal: bool,
+) -> NativeBatch:
+    """Requests that have tokens, for the kernels; without a block table `kv_lens` is not read."""
+    starts = query_start_loc.contiguous()
+    served = torch.nonzero(starts.diff())[:, 0].to(torch.int32)
+    if block_table is not None and block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
+    flags = torch.full((starts.shape[0] - 1,), causal)
+    return NativeBatch.pack(served, starts, kv_lens.contiguous(), flags, block_table)
+
+
+def _request(start: int, q_len: int, kv_len: int, read: Any, *, causal: bool) -> Request:
+    return Request(
+        start=start,
+        q_len=q_len,
+        kv_len=kv_len,
+        causal=causal,
+        window=None,
+        spans=None,
+        prefix=0,
+        read=read,
+    )
+
+
+def _is_tiled(stored: CacheFormat) -> bool:
+    """It has a scale per tile, which the native kernels do not read."""
+    return stored.codec is not None and not stored.codec.reads_layer_scale
+
+
+def _check_rows(cache: torch.Tensor) -> None:
+    """Refuse a cache whose rows are not dense: the kernels take every stride but that one."""
+    if cache.stride(2) != 1:
+        raise BatchError(
+            f"kv_cache has stride {cache.stride(2)} in its last dimension; give a cache whose rows are "
+            "dense (stride 1)"
+        )
+
+
+def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` with a dense last dimension."""
+    return x if x.stride(2) == 1 else x.contiguous()
