@@ -773,6 +773,16 @@ def test_a_copy_runs_itself() -> None:
     assert layer.impl.calls == []
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_copy_gives_what_the_layer_gives(backend: str) -> None:
+    layer = _layer(backend)
+    batch = make_batch([5], [5], [[3, 8]], BLOCK)
+    tokens = _tokens(5)
+    expected = layer(*tokens, _cache(), layer.build(batch))
+    twin = copy.deepcopy(layer)
+    assert torch.equal(twin(*tokens, _cache(), twin.build(batch)), expected)
+
+
 def test_names_are_made_up_where_none_is_given() -> None:
     assert _layer().layer_name != _layer().layer_name
     assert _layer(layer_name="a").layer_name == "a"

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import attnkit
+from attnkit.compiled import current_forward_context
 from attnkit.errors import BackendError, ModelError
 from attnkit.runner.checkpoint import resolve_checkpoint
 
@@ -226,6 +227,19 @@ def test_what_attnkit_cannot_do_is_refused_before_anything_runs(enabled, given, 
         enabled(**{"input_ids": IDS, **given})
     with torch.no_grad():
         enabled(IDS)  # It goes on as if nothing had been.
+
+
+def test_a_call_that_fails_leaves_nothing_behind(enabled):
+    with torch.no_grad():
+        cache = transformers.DynamicCache()
+        expected = enabled(IDS, past_key_values=cache).logits
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(enabled.lm_head, "forward", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                enabled(IDS[:, :3], past_key_values=cache)
+        assert current_forward_context() is None
+        assert cache.get_seq_length() == 20
+        assert torch.equal(enabled(IDS).logits, expected)
 
 
 def test_training_is_refused(llama):

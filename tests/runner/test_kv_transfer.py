@@ -99,6 +99,31 @@ def test_another_engine_goes_on_without_computing_it(saved, settings, num_loaded
     assert other.generate(PROMPT, GREEDY)[0].outputs[0].token_ids == tokens
 
 
+@pytest.mark.parametrize("first_token", [64, 71, 75])
+def test_a_window_that_kept_too_little_is_computed_again(tmp_path, first_token):
+    """Rows from a token on alone: enough for pages of 4, in part for 16, not one whole page for 64."""
+    folder = tiny_models.save_model(tmp_path, "gemma3_text", tokenizer=False)
+    llm, kept = make_llm(folder), InMemory()
+    tokens = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+    llm.save_kv(kept, PROMPT + tokens)
+    assert kept.kept is not None
+    layers = {
+        name: layer
+        if llm.engine.model.layers[name].sliding_window is None
+        else dataclasses.replace(
+            layer, first_token=first_token, rows=layer.rows[first_token - layer.first_token :]
+        )
+        for name, layer in kept.kept.layers.items()
+    }
+    kept.kept = dataclasses.replace(kept.kept, layers=layers)
+    for block_size in (4, 16, 64):
+        other = make_llm(folder, block_size=block_size)
+        other.load_kv(kept)
+        (output,) = other.generate(PROMPT, GREEDY)
+        assert output.outputs[0].token_ids == tokens
+        assert output.num_cached_tokens == (72 if block_size == 4 and first_token == 64 else 0)
+
+
 def test_another_prompt_does_not_find_it(saved):
     folder, file, _ = saved
     llm = make_llm(folder)

@@ -229,11 +229,11 @@ class BlockManager:
             OutOfPages: not enough blocks are free; nothing was changed.
         """
         assert not any(blocks.tables)
-        counts = [max(0, n - first) for first, n in zip(first_blocks, num_blocks, strict=True)]
-        ids = self.pool.allocate(sum(counts))
-        for group, (first, count) in enumerate(zip(first_blocks, counts, strict=True)):
-            blocks.tables[group] = [NULL_BLOCK] * (first if count else 0) + ids[:count]
-            del ids[:count]
+        absent = [min(first, n) for first, n in zip(first_blocks, num_blocks, strict=True)]
+        ids = self.pool.allocate(sum(num_blocks) - sum(absent))
+        for group, (first, n) in enumerate(zip(absent, num_blocks, strict=True)):
+            blocks.tables[group] = [NULL_BLOCK] * first + ids[: n - first]
+            del ids[: n - first]
 
     def take_prefix(self, blocks: RequestBlocks, hit: PrefixHit) -> None:
         """Hold the blocks of a hit just found. The tables must be empty."""

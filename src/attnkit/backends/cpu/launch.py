@@ -190,6 +190,9 @@ class NativeLayer:
         )
         return cls(ctypes.addressof(struct), struct, (slopes, sinks))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeLayer:
+        return self  # Nothing in it changes, and an address cannot be copied.
+
 
 @dataclass(frozen=True, eq=False)
 class NativeCodes:
@@ -260,6 +263,9 @@ class NativeKernels:
         self._attend: Callable[..., int] = _function(library.attnkit_attend, _ATTEND_ARGUMENTS)
         self._write_kv: Callable[..., int] = _function(library.attnkit_write_kv, _WRITE_ARGUMENTS)
         self._parallel = parallel
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeKernels:
+        return self  # A library is loaded once.
 
     def attend_paged(
         self,

@@ -36,7 +36,8 @@ def enable(
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
 ) -> Bridge:
-    """Let attnkit run a model's attention, until `disable` of what is returned.
+    """Let attnkit run a model's attention, until `disable` of what is returned; that is called first
+    where the model was enabled before.
 
     Args:
         model: a causal language model in eval mode, where it shall run.
