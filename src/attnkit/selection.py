@@ -5,7 +5,7 @@ and a decision with every reason for each candidate that was looked at. By name 
 raises with all reasons; nothing falls back in silence.
 
 Names: the table of attnkit, `register`ed ones, entry points of the group `attnkit.backends`,
-`path/to/file.py:Class` and `package.module:Class`.
+`path/to/file.py:Class` and `package.module:Class`; two of these with a comma, for prefills and decodes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from types import ModuleType
 import torch
 
 from attnkit.backends import BACKENDS, MLA_BACKENDS
+from attnkit.backends.wrappers import hybrid
 from attnkit.contract import AttentionBackend, AttentionType, DeviceCapability, MLADimensions
 from attnkit.errors import (
     BackendUnavailable,
@@ -161,6 +162,7 @@ def resolve(name: str) -> type[AttentionBackend]:
     Raises:
         UnknownBackend: nothing has this name.
         BackendUnavailable: a library it needs is not installed.
+        ConfigurationError: two names with a comma whose backends cannot share a cache.
         Exception: whatever a broken module raises at import, unchanged.
     """
     if name in _shipped():
@@ -170,12 +172,15 @@ def resolve(name: str) -> type[AttentionBackend]:
     points = _entry_points()
     if name in points:
         return _load(name, f"{points[name].module}:{points[name].attr}")
+    if "," in name:
+        prefill, _, decode = name.partition(",")
+        return hybrid(resolve(prefill.strip()), resolve(decode.strip()))
     if ":" in name:
         return _load(name, name)
     known = ", ".join(backend_names())
     raise UnknownBackend(
-        f"no backend is called {name!r}; use auto, {known}, path/to/file.py:Class or "
-        "package.module:Class"
+        f"no backend is called {name!r}; use auto, {known}, path/to/file.py:Class, "
+        "package.module:Class, or two of them with a comma: for prefills, for decodes"
     )
 
 

@@ -133,6 +133,27 @@ def test_unpadded_loses_no_field(reqs: int) -> None:
             assert _same(after, before[:reqs]), name
 
 
+@pytest.mark.parametrize(("first", "end"), [(0, 2), (1, 3), (1, 4), (2, 2)])
+def test_rows_are_a_batch_of_their_own(first: int, end: int) -> None:
+    batch = _full()
+    part = batch.rows(first, end)
+    starts = batch.query_start_loc_cpu
+    tokens = slice(int(starts[first]), NUM_TOKENS if end == PER_REQ else int(starts[end]))
+    assert (part.num_reqs, part.num_actual_tokens) == (end - first, tokens.stop - tokens.start)
+    assert part.max_query_len == max(starts.diff()[first:end].tolist(), default=0)
+    assert part.logits_indices_padded is None
+    for name in COMMON_METADATA_FIELDS:
+        before, after = getattr(batch, name), getattr(part, name)
+        if name in ("slot_mapping", "positions"):
+            assert _same(after, before[tokens])
+        elif name.startswith("query_start_loc"):
+            assert _same(after, before[first : end + 1] - before[first])
+        elif name == "mm_req_doc_ranges":
+            assert after == {r - first: x for r, x in before.items() if first <= r < end}
+        elif isinstance(before, (torch.Tensor, np.ndarray)) and before.shape[0] == PER_REQ:
+            assert name == "logits_indices_padded" or _same(after, before[first:end]), name
+
+
 def test_unpadded_keeps_absent_fields_absent_and_positions_of_three_axes_whole() -> None:
     batch = _full()
     bare = batch.replace(

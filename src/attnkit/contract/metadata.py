@@ -23,6 +23,20 @@ _CACHES = (
     "_mm_token_spans_cache",
 )
 
+_PER_REQ = (
+    "seq_lens",
+    "block_table_tensor",
+    "encoder_seq_lens",
+    "encoder_seq_lens_cpu",
+    "dcp_local_seq_lens",
+    "dcp_local_seq_lens_cpu_upper_bound",
+    "seq_lens_cpu_upper_bound",
+    "is_prefilling",
+    "req_idx",
+    "rswa_prefix_lens",
+    "replayssm_decode_base_cpu",
+)
+
 
 class AttentionMetadata:
     """Optional base for a backend's own metadata class; it asks nothing.
@@ -237,34 +251,9 @@ class CommonAttentionMetadata:
             num_actual_tokens: tokens to keep.
             num_actual_reqs: rows to keep.
         """
-        per_req = (
-            "seq_lens",
-            "block_table_tensor",
-            "encoder_seq_lens",
-            "encoder_seq_lens_cpu",
-            "dcp_local_seq_lens",
-            "dcp_local_seq_lens_cpu_upper_bound",
-            "seq_lens_cpu_upper_bound",
-            "is_prefilling",
-            "req_idx",
-            "rswa_prefix_lens",
-            "replayssm_decode_base_cpu",
-        )
-        changed: dict[str, Any] = {
-            name: value[:num_actual_reqs]
-            for name in per_req
-            if (value := getattr(self, name)) is not None
-        }
-        if isinstance(self.causal, torch.Tensor):
-            changed["causal"] = self.causal[:num_actual_reqs]
+        changed = self._of_requests(slice(0, num_actual_reqs))
         if self.positions is not None:
             changed["positions"] = self.positions[..., :num_actual_tokens]
-        if self.mm_req_doc_ranges is not None:
-            changed["mm_req_doc_ranges"] = {
-                row: ranges
-                for row, ranges in self.mm_req_doc_ranges.items()
-                if row < num_actual_reqs
-            }
         return self.replace(
             query_start_loc=self.query_start_loc[: num_actual_reqs + 1],
             query_start_loc_cpu=self.query_start_loc_cpu[: num_actual_reqs + 1],
@@ -273,6 +262,52 @@ class CommonAttentionMetadata:
             num_actual_tokens=num_actual_tokens,
             **changed,
         )
+
+    def rows(self, first: int, end: int) -> CommonAttentionMetadata:
+        """Rows first to end as a batch of their own, whose tokens count from the first one's.
+
+        Padding behind the batch's last row stays with it. Which tokens are wanted
+        (`logits_indices_padded`) is not handed on.
+
+        Args:
+            first: row.
+            end: row, past the last.
+        """
+        starts = self.query_start_loc_cpu
+        start_token, is_last = int(starts[first]), end == self.num_reqs
+        end_token = self.num_actual_tokens if is_last else int(starts[end])
+        tokens = slice(start_token, None if is_last else end_token)
+        changed = self._of_requests(slice(first, end))
+        if self.positions is not None:
+            changed["positions"] = self.positions[..., tokens]
+        query_lens = starts[first : end + 1].diff()
+        return self.replace(
+            query_start_loc=self.query_start_loc[first : end + 1] - self.query_start_loc[first],
+            query_start_loc_cpu=starts[first : end + 1] - starts[first],
+            slot_mapping=self.slot_mapping[tokens],
+            num_reqs=end - first,
+            num_actual_tokens=end_token - start_token,
+            max_query_len=int(query_lens.max()) if end > first else 0,
+            logits_indices_padded=None,
+            num_logits_indices=None,
+            max_logits_per_req=None,
+            **changed,
+        )
+
+    def _of_requests(self, rows: slice) -> dict[str, Any]:
+        """Every per-request field that is there, cut to some rows."""
+        changed: dict[str, Any] = {
+            name: value[rows] for name in _PER_REQ if (value := getattr(self, name)) is not None
+        }
+        if isinstance(self.causal, torch.Tensor):
+            changed["causal"] = self.causal[rows]
+        if self.mm_req_doc_ranges is not None:
+            changed["mm_req_doc_ranges"] = {
+                row - rows.start: ranges
+                for row, ranges in self.mm_req_doc_ranges.items()
+                if rows.start <= row < rows.stop
+            }
+        return changed
 
 
 COMMON_METADATA_FIELDS: tuple[str, ...] = tuple(
