@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from attnkit.bench.presets import PRESETS, preset
@@ -57,6 +59,14 @@ def test_attention_bytes_are_each_input_and_output_once() -> None:
 def test_a_narrow_cache_halves_its_bytes_only() -> None:
     layer = LayerShape(num_heads=4, num_kv_heads=2, head_size=8, kv_cache_dtype="fp8")
     assert decode(7, 33, layer).num_bytes == 7 * 33 * 2 * 2 * 8 + 2 * 7 * 4 * 8 * 2
+
+
+@pytest.mark.parametrize(("name", "content"), [("int8_per_token_head", 40), ("nvfp4", 18)])
+def test_scales_beside_the_codes_and_halves_of_bytes_count(name: str, content: int) -> None:
+    layer = LayerShape(num_heads=4, num_kv_heads=2, head_size=16, kv_cache_dtype=name)
+    assert decode(7, 33, layer).num_bytes == 7 * 33 * 2 * content + 2 * 7 * 4 * 16 * 2
+    with pytest.raises(ConfigurationError, match=f"{name} needs head sizes"):
+        decode(7, 33, replace(layer, head_size=6))
 
 
 def test_a_write_reads_and_writes_new_tokens_alone() -> None:

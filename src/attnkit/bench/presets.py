@@ -61,6 +61,7 @@ H200: Groups = {
         decode(64, 4096, _gqa(16, "fp8")),
         decode(256, 1024, _gqa(16, "fp8")),
     ),
+    "decode-int8": (decode(64, 4096, _gqa(16, "int8_per_token_head")),),
     "batch-sweep": tuple(
         decode(batch, 4096, _gqa(16))
         for batch in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -88,6 +89,7 @@ CPU: Groups = {
     ),
     "decode-page16": (decode(8, 4096, _gqa(16)),),
     "decode-fp8": (decode(8, 4096, _gqa(128, "fp8")),),
+    "decode-int8": (decode(8, 4096, _gqa(128, "int8_per_token_head")),),
     "prefill": (
         prefill(1, 2048, _gqa(128)),
         prefill(1, 512, _gqa(128), context=4096),

@@ -17,6 +17,7 @@ import torch
 
 from attnkit.contract import kv_cache_torch_dtype
 from attnkit.errors import ConfigurationError
+from attnkit.kvcache.formats import CACHE_FORMATS
 
 Kind = Literal["prefill", "decode", "verify", "mixed", "write", "build"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -71,6 +72,9 @@ class Workload:
                 f"{self.num_heads} query heads do not share {self.num_kv_heads} KV heads evenly; "
                 "give a divisor"
             )
+        stored = CACHE_FORMATS.get(self.kv_cache_dtype)
+        if stored is not None and (reason := stored.refusal(self.head_size, self.head_size)):
+            raise ConfigurationError(f"{reason}; give such a head_size")
         if not self.query_lens or len(self.query_lens) != len(self.seq_lens):
             raise ConfigurationError(
                 f"{len(self.query_lens)} query lengths and {len(self.seq_lens)} sequence lengths; "
@@ -101,6 +105,14 @@ class Workload:
         return kv_cache_torch_dtype(self.kv_cache_dtype, self.torch_dtype)
 
     @property
+    def content_bytes(self) -> int:
+        """Bytes of a token and KV head in the pages, scales beside the codes included."""
+        stored = CACHE_FORMATS.get(self.kv_cache_dtype)
+        if stored is None or stored.codec is None:
+            return 2 * self.head_size * self.cache_torch_dtype.itemsize
+        return stored.layout(self.head_size, self.head_size).num_bytes
+
+    @property
     def num_reqs(self) -> int:
         return len(self.query_lens)
 
@@ -127,13 +139,13 @@ class Workload:
         of the new tokens read and written, and 8 bytes of slot each. Build: none.
         """
         token = 2 * self.num_kv_heads * self.head_size
-        item, cache_item = self.torch_dtype.itemsize, self.cache_torch_dtype.itemsize
+        item, cached = self.torch_dtype.itemsize, self.num_kv_heads * self.content_bytes
         if self.kind == "build":
             return 0
         if self.kind == "write":
-            return self.num_tokens * (token * (item + cache_item) + 8)
+            return self.num_tokens * (token * item + cached + 8)
         queries = self.num_tokens * self.num_heads * self.head_size
-        return sum(self.seq_lens) * token * cache_item + 2 * queries * item
+        return sum(self.seq_lens) * cached + 2 * queries * item
 
     @property
     def num_flops(self) -> int:

@@ -131,12 +131,13 @@ typedef void (*value_fn)(const float *, const char *const *, int64_t, int, int, 
 SPECIALISE_ROWS(F32)
 SPECIALISE_ROWS(BF16)
 SPECIALISE_ROWS(F16)
+SPECIALISE_ROWS(I8)
 #define TABLE(NAME, DTYPE) \
   {NAME##_##DTYPE##_1, NAME##_##DTYPE##_2, NAME##_##DTYPE##_3, NAME##_##DTYPE##_4}
-static const score_fn score_block[3][ROWS] = {TABLE(score, F32), TABLE(score, BF16),
-                                              TABLE(score, F16)};
-static const value_fn value_block[3][ROWS] = {TABLE(value, F32), TABLE(value, BF16),
-                                              TABLE(value, F16)};
+static const score_fn score_block[4][ROWS] = {TABLE(score, F32), TABLE(score, BF16),
+                                              TABLE(score, F16), TABLE(score, I8)};
+static const value_fn value_block[4][ROWS] = {TABLE(value, F32), TABLE(value, BF16),
+                                              TABLE(value, F16), TABLE(value, I8)};
 
 /* ---- one item: a unit's rows over the keys of one split ---- */
 
@@ -223,18 +224,19 @@ static void widen_rows(const char **rows, int from, int to, int64_t size, int64_
   for (int t = to; t % KEYS; ++t) rows[t] = rows[to - 1];
 }
 
-/* The same for codes: bfloat16, and the scales stored beside them to the lanes of their keys. */
+/* The scales that stand `offset` bytes into rows, in the lanes of their keys. */
+static void load_scales(const char *const *rows, int from, int to, int64_t offset, float *lanes) {
+  float scales[TILE] = {0};
+  for (int t = from; t < to; ++t) memcpy(scales + t, rows[t] + offset, 4);
+  for (int i = 0; i < TILE / KEYS * LANES; i += KEYS)
+    memcpy(lanes + i, scales + i / LANES * KEYS, KEYS * 4);
+}
+
+/* Copy rows of codes to bfloat16, padded likewise. */
 static void decode_rows(const struct codes *c, const char **rows, int from, int to, int64_t size,
-                        int64_t width, uint16_t *buffer, float *lane_scales) {
-  for (int t = from; t < to; ++t) {
-    const uint8_t *codes = (const uint8_t *)rows[t];
-    read_codes(codes, c->kind, size, width, buffer + t * width);
-    rows[t] = (const char *)(buffer + t * width);
-    if (!c->token_scales) continue;
-    float scale, *lanes = lane_scales + t / KEYS * LANES + t % KEYS;
-    memcpy(&scale, codes + code_bytes(c->kind, size), 4);
-    for (int n = 0; n < LANES; n += KEYS) lanes[n] = scale;
-  }
+                        int64_t width, uint16_t *buffer) {
+  read_codes(rows + from, to - from, c->kind, size, width, buffer + from * width);
+  for (int t = from; t < to; ++t) rows[t] = (const char *)(buffer + t * width);
   for (int t = from - from % KEYS; t < from; ++t) rows[t] = rows[from];
   for (int t = to; t % KEYS; ++t) rows[t] = rows[to - 1];
 }
@@ -345,11 +347,15 @@ static void run_tiles(const struct job *j, struct unit *u, int64_t start, int64_
       if (j->fetch_bytes) fetch = pointers[now ^ 1][0];
       for (int t = rest; t < TILE; ++t) pointers[now ^ 1][0][t] = pointers[now ^ 1][0][rest - 1];
     }
-    if (j->codes) {
+    if (j->codes && j->codes->token_scales) {
+      load_scales(keys, from, to, code_bytes(j->codes->kind, l->head_size), u->k_scales);
+      load_scales(values, from, to, code_bytes(j->codes->kind, l->head_size_v), u->v_scales);
+    }
+    if (j->codes && j->widen) {
       uint16_t *buffer = (uint16_t *)u->wide;
-      decode_rows(j->codes, keys, from, to, l->head_size, j->q_width, buffer, u->k_scales);
+      decode_rows(j->codes, keys, from, to, l->head_size, j->q_width, buffer);
       decode_rows(j->codes, values, from, to, l->head_size_v, j->v_width,
-                  buffer + TILE * j->q_width, u->v_scales);
+                  buffer + TILE * j->q_width);
     } else if (j->widen) {
       widen_rows(keys, from, to, l->head_size, j->q_width, j->kv_dtype, u->wide);
       widen_rows(values, from, to, l->head_size_v, j->v_width, j->kv_dtype,
@@ -600,11 +606,12 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
                   .block_size = block_size,
                   .q_width = (layer->head_size + PIECE - 1) / PIECE * PIECE,
                   .v_width = (layer->head_size_v + PIECE - 1) / PIECE * PIECE,
-                  .widen = codes || layer->head_size % PIECE || layer->head_size_v % PIECE,
+                  .widen = layer->head_size % PIECE || layer->head_size_v % PIECE,
                   .first_item = offsets,
                   .first_unit = offsets + n + 1,
                   .first_partial = offsets + 2 * n + 2};
-  j.row_dtype = codes ? BF16 : j.widen ? F32 : kv_dtype;
+  if (codes && codes->kind != INT8) j.widen = 1; /* integers are read as they are */
+  j.row_dtype = j.widen ? codes ? BF16 : F32 : codes ? I8 : kv_dtype;
   if (v - k == k_bytes) j.fetch_bytes = k_bytes + v_bytes;
   else if (v == k) j.fetch_bytes = k_bytes > v_bytes ? k_bytes : v_bytes; /* latents: V in K */
   int64_t status = OK, num_units = 0, num_partials = 0, cost = 0;
@@ -628,7 +635,8 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
     num_units += units;
     if (divide) num_partials += rows * layer->num_kv_heads * splits;
     else if (splits > 1 && splits > j.whole_splits) j.whole_splits = splits;
-    cost += (keys.hi - keys.lo + below.hi + 16) * rows * layer->num_kv_heads * (layer->head_size + layer->head_size_v);
+    cost += (keys.hi - keys.lo + below.hi + 16) * rows * layer->num_kv_heads *
+            (layer->head_size + layer->head_size_v);
   }
   j.first_item[n] = j.num_items;
   j.first_unit[n] = num_units;

@@ -33,52 +33,118 @@ INLINE float v_scale(const struct codes *c, int64_t head) {
 
 /* ---- reading ---- */
 
-/* Both are branch-free so that loops over them vectorise. */
-INLINE uint16_t bf16_of_e4m3(uint8_t code) {
-  const uint16_t m = code & 0x7f;
-  uint16_t subnormal = m > 1 ? 0x3b00 + (m << 6) : m ? 0x3b00 : 0; /* m / 512 */
-  subnormal = m > 3 ? 0x3b80 + (m << 5) : subnormal;
-  uint16_t h = m > 7 ? 0x3c00 + (m << 4) : subnormal;
-  h = m == 0x7f ? 0x7fc0 : h;
+/* A float8 as bfloat16, without branches, so that loops over it vectorise. A normal one is moved and
+ * its exponent rebased. A subnormal one is a small integer m, whose logarithm stands in the exponent of
+ * (float)m. `inf` is the code of infinity, or above all codes; those above it are NaN, as is 0x7f. */
+INLINE uint16_t bf16_of_float8(uint8_t code, const int bits, const int bias, const int inf) {
+  const int32_t m = code & 0x7f, normal = ((127 - bias) << 7) + (m << (7 - bits));
+  const int32_t subnormal = (int32_t)(float_to_bits((float)m) >> 16) - ((bias + bits - 1) << 7);
+  int32_t h = m < (1 << bits) ? subnormal : normal;
+  h = m == 0 ? 0 : h;
+  h = m == inf ? 0x7f80 : h;
+  h = m == 0x7f || m > inf ? 0x7fc0 : h;
   return h | (code & 0x80) << 8;
 }
+INLINE uint16_t bf16_of_e4m3(uint8_t code) { return bf16_of_float8(code, 3, 7, 0x80); }
+INLINE uint16_t bf16_of_e5m2(uint8_t code) { return bf16_of_float8(code, 2, 15, 0x7c); }
 
-INLINE uint16_t bf16_of_e5m2(uint8_t code) {
-  const uint16_t m = code & 0x7f;
-  const uint16_t subnormal = m == 3 ? 0x3840 : m == 2 ? 0x3800 : m ? 0x3780 : 0; /* m / 65536 */
-  uint16_t h = m > 3 ? 0x3800 + (m << 5) : subnormal;
-  h = m >= 0x7c ? 0x7f80 + ((m & 3) << 5) : h;
-  return h | (code & 0x80) << 8;
+#if defined(__AVX512VBMI__)
+/* Bytes of the bfloat16 of each magnitude: of E4M3 and E5M2, low and high. */
+static uint8_t float8_bytes[2][2][128];
+
+__attribute__((constructor)) static void fill_float8_bytes(void) {
+  for (int m = 0; m < 128; ++m) {
+    const uint16_t h[2] = {bf16_of_e4m3(m), bf16_of_e5m2(m)};
+    for (int kind = 0; kind < 2; ++kind) {
+      float8_bytes[kind][0][m] = h[kind];
+      float8_bytes[kind][1][m] = h[kind] >> 8;
+    }
+  }
 }
 
-static const float e2m1[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
-                               -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+/* 64 codes at a time: each byte of the result is looked up, where the arithmetic above takes ten times
+ * as long. Eights of codes change places first, since bytes are interleaved within quarters. */
+INLINE void read_float8(const char *const *rows, int n, const int kind, int64_t size, int64_t width,
+                        uint16_t *to) {
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m512i sign = _mm512_set1_epi8((char)0x80);
+  __m512i low[2], high[2];
+  for (int i = 0; i < 2; ++i) {
+    low[i] = _mm512_loadu_si512(float8_bytes[kind][0] + 64 * i);
+    high[i] = _mm512_loadu_si512(float8_bytes[kind][1] + 64 * i);
+  }
+  for (int r = 0; r < n; ++r, to += width)
+    for (int64_t i = 0; i < size; i += 64) {
+      const __mmask64 there = size - i < 64 ? ~0ull >> (64 - size + i) : ~0ull;
+      const __m512i codes =
+          _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi8(there, rows[r] + i));
+      const __m512i a = _mm512_permutex2var_epi8(low[0], codes, low[1]);
+      const __m512i b = _mm512_or_si512(_mm512_permutex2var_epi8(high[0], codes, high[1]),
+                                        _mm512_and_si512(codes, sign));
+      _mm512_mask_storeu_epi16(to + i, (__mmask32)there, _mm512_unpacklo_epi8(a, b));
+      _mm512_mask_storeu_epi16(to + i + 32, (__mmask32)(there >> 32), _mm512_unpackhi_epi8(a, b));
+    }
+}
+#else
+INLINE void read_float8(const char *const *rows, int n, const int kind, int64_t size, int64_t width,
+                        uint16_t *restrict to) {
+  for (int r = 0; r < n; ++r, to += width) {
+    const uint8_t *restrict from = (const uint8_t *)rows[r];
+    for (int64_t i = 0; i < size; ++i)
+      to[i] = kind == E4M3 ? bf16_of_e4m3(from[i]) : bf16_of_e5m2(from[i]);
+  }
+}
+#endif
+
+/* An e2m1: from 1 on the code stands in a float's exponent and fraction; below it is 0 or 0.5. */
+INLINE float from_e2m1(uint32_t code) {
+  const uint32_t m = code & 7, size = 0x3f000000 + ((m - (m == 1)) << 22);
+  return bits_to_float((size & -(uint32_t)(m != 0)) | (code & 8) << 28);
+}
 
 INLINE uint16_t bf16_of(float exact) { return float_to_bits(exact) >> 16; }
 
-/* A vector of `size` codes as bfloat16, zeros up to `width`. */
-static inline void read_codes(const uint8_t *restrict from, int64_t kind, int64_t size,
-                              int64_t width, uint16_t *restrict to) {
-  if (kind == E4M3)
-    for (int64_t i = 0; i < size; ++i) to[i] = bf16_of_e4m3(from[i]);
-  else if (kind == E5M2)
-    for (int64_t i = 0; i < size; ++i) to[i] = bf16_of_e5m2(from[i]);
-  else if (kind == INT8)
+/* One vector of `size` codes, of a kind that is not float8. */
+INLINE void read_vector(const char *row, const int kind, int64_t size, uint16_t *restrict to) {
+  const uint8_t *restrict from = (const uint8_t *)row;
+  if (kind == INT8)
     for (int64_t i = 0; i < size; ++i) to[i] = bf16_of((int8_t)from[i]);
   else if (kind == INT4)
     for (int64_t i = 0; i < size / 2; ++i) {
       to[2 * i] = bf16_of((from[i] & 15) - 8);
       to[2 * i + 1] = bf16_of((from[i] >> 4) - 8);
     }
-  else
-    for (int64_t b = 0; b < size / BLOCK; ++b) {
+  else {
+    for (int64_t i = 0; i < size / 2; ++i) {
+      to[2 * i] = bf16_of(from_e2m1(from[i] & 15));
+      to[2 * i + 1] = bf16_of(from_e2m1(from[i] >> 4));
+    }
+    for (int64_t b = 0; b < size / BLOCK; ++b, to += BLOCK) {
       const float scale = from_bf16(bf16_of_e4m3(from[size / 2 + b]));
-      for (int64_t i = b * BLOCK / 2; i < (b + 1) * BLOCK / 2; ++i) {
-        to[2 * i] = bf16_of(e2m1[from[i] & 15] * scale);
-        to[2 * i + 1] = bf16_of(e2m1[from[i] >> 4] * scale);
+      for (int i = 0; i < BLOCK; i += LANES) {
+        vec_h h;
+        memcpy(&h, to + i, sizeof h);
+        const vec x = (vec)(__builtin_convertvector(h, vec_u) << 16) * scale;
+        h = __builtin_convertvector((vec_u)x >> 16, vec_h);
+        memcpy(to + i, &h, sizeof h);
       }
     }
-  for (int64_t i = size; i < width; ++i) to[i] = 0;
+  }
+}
+
+/* `n` vectors of `size` codes as bfloat16, `width` numbers apart, zeros up to there. */
+static inline void read_codes(const char *const *rows, int n, int64_t kind, int64_t size,
+                              int64_t width, uint16_t *to) {
+  if (kind == E4M3) read_float8(rows, n, E4M3, size, width, to);
+  else if (kind == E5M2) read_float8(rows, n, E5M2, size, width, to);
+  else
+    for (int r = 0; r < n; ++r) {
+      if (kind == INT8) read_vector(rows[r], INT8, size, to + r * width);
+      else if (kind == INT4) read_vector(rows[r], INT4, size, to + r * width);
+      else read_vector(rows[r], NVFP4, size, to + r * width);
+    }
+  for (int r = 0; r < n; ++r)
+    for (int64_t i = size; i < width; ++i) to[r * width + i] = 0;
 }
 
 /* ---- writing ---- */

@@ -1,14 +1,17 @@
 /* Numbers and vectors of `attend.c`: dtypes, 2^x and tanh, sums over lanes, rows in lane order.
  *
  * Vectors are the compiler's generic ones, so AVX-512, AVX2, SSE and NEON come from the same
- * source. A row is kept as float32 in "lane order": in each piece of 2 * LANES elements stand the
- * two vectors that `load_pair` yields. */
+ * source, but for conversions that it makes badly. A row is kept as float32 in "lane order": in each
+ * piece of 2 * LANES elements stand the two vectors that `load_pair` yields. */
 #ifndef ATTNKIT_VECTOR_H
 #define ATTNKIT_VECTOR_H
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -46,12 +49,13 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t vec_i __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vec_u __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vec_h __attribute__((vector_size(2 * LANES)));
+typedef int8_t vec_b __attribute__((vector_size(LANES)));
 
-enum dtype { F32 = 0, BF16 = 1, F16 = 2 };
+enum dtype { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 };
 
 /* ---- numbers ---- */
 
-INLINE int64_t size_of(int64_t dtype) { return dtype == F32 ? 4 : 2; }
+INLINE int64_t size_of(int64_t dtype) { return dtype == F32 ? 4 : dtype == I8 ? 1 : 2; }
 INLINE float bits_to_float(uint32_t u) {
   float f;
   memcpy(&f, &u, 4);
@@ -209,6 +213,19 @@ INLINE vec largest_of_keys(vec v) {
   return KEYS == 2 ? v : larger(v, SHUFFLE(v, v, SWAP_TWO));
 }
 
+/* LANES signed bytes. Converted as generic vectors gcc 12 takes them apart one by one. */
+INLINE vec load_bytes(const char *p) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif defined(__AVX2__)
+  return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#else
+  vec_b b;
+  memcpy(&b, p, sizeof b);
+  return __builtin_convertvector(__builtin_convertvector(b, vec_i), vec);
+#endif
+}
+
 /* PIECE elements as two vectors: even and odd ones of bf16 (a shift and a mask, no shuffle), else
  * the first and the second half. */
 INLINE void load_pair(const char *p, const int dtype, vec *a, vec *b) {
@@ -220,6 +237,9 @@ INLINE void load_pair(const char *p, const int dtype, vec *a, vec *b) {
     memcpy(&u, p, sizeof u);
     *a = (vec)(u << 16);
     *b = (vec)(u & 0xffff0000u);
+  } else if (dtype == I8) {
+    *a = load_bytes(p);
+    *b = load_bytes(p + LANES);
   } else {
     for (int i = 0; i < 2; ++i) {
       vec_h h;
