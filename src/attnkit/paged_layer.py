@@ -17,6 +17,7 @@ from torch import nn
 from attnkit.compiled import current_forward_context, new_handle, order_token
 from attnkit.contract import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImplBase,
     AttentionMetadataBuilder,
     AttentionSpec,
@@ -155,6 +156,11 @@ class PagedLayer(nn.Module):
         names = [self.layer_name] if layer_names is None else list(layer_names)
         spec = self._spec(self.block_size)
         return self.backend.get_builder_cls()(spec, names, self.vllm_config, self.device)
+
+    def get_cudagraph_support(self) -> AttentionCGSupport:
+        """Which steps of this layer can be captured as a graph."""
+        builder_cls = self.backend.get_builder_cls()
+        return builder_cls.get_cudagraph_support(self.vllm_config, self._spec(self.block_size))
 
     def build(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         """Plan a batch; the plan serves every layer equal to this one for this step.

@@ -26,19 +26,29 @@ class Upload:
         self._parts.append(np.ascontiguousarray(values, dtype=dtype).reshape(-1))
         return len(self._parts) - 1
 
-    def send(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def send(
+        self, into: torch.Tensor | None = None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The parts on the host, and on the device after one copy (none on a CPU), by their number.
 
         The host's are pinned where the device is a GPU, and stay as they are.
+
+        Args:
+            into: int32, on the device, at least as long as the parts (`room_for`): they go to its
+                beginning, each to a place that depends on the sizes of the parts before it alone.
         """
         sizes = [part.nbytes // 4 for part in self._parts]
-        offsets = np.cumsum([0] + [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes])
+        offsets = np.cumsum([0] + [room_for(size) for size in sizes])
         pinned = self._device.type == "cuda"
         host = torch.empty(int(offsets[-1]), dtype=torch.int32, pin_memory=pinned)
         packed = host.numpy()
         for part, offset, size in zip(self._parts, offsets, sizes, strict=False):
             packed[offset : offset + size] = part.view(np.int32)
-        moved = host.to(self._device, non_blocking=True)
+        if into is None:
+            moved = host.to(self._device, non_blocking=True)
+        else:
+            assert into.numel() >= host.numel(), f"{host.numel()} words into {into.numel()}"
+            moved = into[: host.numel()].copy_(host, non_blocking=True)
 
         def split(buffer: torch.Tensor) -> list[torch.Tensor]:
             pieces = [buffer[o : o + n] for o, n in zip(offsets, sizes, strict=False)]
@@ -48,3 +58,8 @@ class Upload:
             ]
 
         return split(host), split(moved)
+
+
+def room_for(num_words: int) -> int:
+    """Int32 elements that a part of so many takes up in an upload."""
+    return -(-num_words // _ALIGNMENT) * _ALIGNMENT

@@ -7,6 +7,7 @@ import functools
 
 import pytest
 
+from attnkit.conformance.captured_faults import CAPTURED_FAULTS, CapturedTwinBackend
 from attnkit.conformance.coded_faults import CODED_FAULTS, CodedTwinBackend
 from attnkit.conformance.faults import FAULTS, Fault
 from attnkit.conformance.subject import LawBroken, Subject
@@ -31,6 +32,13 @@ def test_each_mistake_over_codes_is_caught_by_its_check(fault: Fault) -> None:
     with pytest.raises(LawBroken):
         checks(fault.backend)[fault.caught_by].run()
     checks(CodedTwinBackend)[fault.caught_by].run()
+
+
+@pytest.mark.parametrize("fault", CAPTURED_FAULTS.values(), ids=CAPTURED_FAULTS)
+def test_each_mistake_with_graphs_is_caught_by_its_law(fault: Fault) -> None:
+    with pytest.raises(LawBroken):
+        checks(fault.backend)[fault.caught_by].run()
+    checks(CapturedTwinBackend)[fault.caught_by].run()
 
 
 def test_the_twin_passes_everything_it_claims() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from attnkit.batch import make_batch
+from attnkit.conformance.captured import captured_steps_replay
 from attnkit.conformance.case import DTYPES, Case
 from attnkit.conformance.checks import (
     BatchWatch,
@@ -521,6 +522,7 @@ LAWS: dict[str, Law] = {
         unwritten_slots_stay,
         scales_of_what_is_not_quantised_do_not_matter,
         the_device_has_the_last_word_on_lengths,
+        captured_steps_replay,
     )
 }
 """Name -> law, in the order they are checked."""

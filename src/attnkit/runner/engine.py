@@ -19,6 +19,7 @@ from attnkit.kvcache.blocks import NULL_BLOCK, BlockPool
 from attnkit.kvcache.tables import BlockManager
 from attnkit.kvcache.transfer import LayerContents, PrefixContents, rows_of, whole_blocks
 from attnkit.runner.detokenizer import TextStream, Tokenizer
+from attnkit.runner.graphs import DecodeGraphs, Recorder
 from attnkit.runner.model import PackedModel, StepPlanner
 from attnkit.runner.output import CompletionOutput, RequestOutput, StreamOutput
 from attnkit.runner.request import FinishReason, Request
@@ -137,6 +138,7 @@ class Engine:
         model: the model.
         cache: its pages.
         scheduler: which requests run.
+        graphs: of its decode steps; None: there are none.
     """
 
     def __init__(
@@ -151,6 +153,8 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         seed: int = 0,
         poison: bool = False,
+        recorder: Recorder | None = None,
+        graphs_required: bool = False,
     ) -> None:
         """
         Args:
@@ -162,6 +166,8 @@ class Engine:
             tokenizer: None: outputs have no text.
             seed: of the requests that name none.
             poison: fill fresh and freed pages with NaN, to find reads of what nobody wrote.
+            recorder: captures decode steps as graphs; None: every step runs without.
+            graphs_required: a decode step that cannot be captured raises.
 
         Raises:
             ConfigurationError: a bound is not allowed.
@@ -178,6 +184,18 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             reorder_batch_threshold=self._planner.reorder_batch_threshold,
+        )
+        self.graphs = (
+            None
+            if recorder is None
+            else DecodeGraphs(
+                model,
+                self._planner,
+                self.cache,
+                recorder,
+                max_num_seqs=max_num_seqs,
+                required=graphs_required,
+            )
         )
         self.eos_token_ids = frozenset(eos_token_ids)
         self._tokenizer = tokenizer
@@ -351,16 +369,21 @@ class Engine:
         if self._poison:
             self.cache.poison_blocks(self.manager.pool.take_poisonable())
         with torch.inference_mode():
+            graph = None if self.graphs is None else self.graphs.fitting(output)
             inputs = build_step(
-                output, self._block_sizes, self.model.blocks_per_block, self.model.device
+                output,
+                self._block_sizes,
+                self.model.blocks_per_block,
+                self.model.device,
+                None if graph is None else graph.static,
             )
-            logits = self.model.forward(
-                inputs.input_ids,
-                inputs.positions,
-                inputs.logits_indices,
-                self._planner.plan(inputs.batches),
-                self.cache,
-            )
+            plans = self._planner.plan(inputs.batches)
+            if graph is None:
+                logits = self.model.forward(
+                    inputs.input_ids, inputs.positions, inputs.logits_indices, plans, self.cache
+                )
+            else:
+                logits = graph.replay(plans, len(inputs.sampled))
             entries = [self._entries[request.request_id] for request in inputs.sampled]
             outcomes = sample(logits, [entry.state for entry in entries])
         return list(zip(entries, outcomes, strict=True))

@@ -20,6 +20,7 @@ from attnkit.kvcache.transfer import KVConnector
 from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.engine import Engine, EngineStats, Entry
 from attnkit.runner.fingerprint import model_fingerprint
+from attnkit.runner.graphs import choose_recorder
 from attnkit.runner.interrupt import Interrupted, interrupts_after
 from attnkit.runner.linear import pack_linears
 from attnkit.runner.loading import load_model, load_tokenizer
@@ -57,6 +58,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         kv_connector: bool = False,
         compile: bool = False,
+        cuda_graphs: bool | None = None,
         seed: int = 0,
         debug_poison: bool = False,
         notice: Callable[[str], None] | None = None,
@@ -84,6 +86,9 @@ class LLM:
             kv_connector: `save_kv` and `load_kv` will be used; only backends that allow it are chosen.
             compile: let torch.compile fuse what lies between weights and attention. The first
                 steps take minutes, and on a CPU packed copies of the weights stay in memory.
+            cuda_graphs: capture steps in which every request computes one token as CUDA graphs, when
+                they are first needed, and replay them. None: on a GPU, if every layer's backend and the
+                model allow it (`explain` says it); True: or raise.
             seed: of requests whose SamplingParams have none.
             debug_poison: fill fresh and freed pages with NaN.
             notice: called with a line of text before something slow (converting a GGUF file).
@@ -120,6 +125,7 @@ class LLM:
             max_num_batched_tokens=tokens,
             use_kv_connector=kv_connector,
         )
+        recorder, self._graphs_line = choose_recorder(packed, cuda_graphs)
         if compile:
             packed.compile()
         self._tokenizer: Any = None
@@ -138,6 +144,8 @@ class LLM:
             tokenizer=self._tokenizer,
             seed=seed,
             poison=debug_poison,
+            recorder=recorder,
+            graphs_required=bool(cuda_graphs),
         )
         self._executor: ThreadPoolExecutor | None = None
 
@@ -166,8 +174,11 @@ class LLM:
         return chosen
 
     def explain(self) -> str:
-        """Which backend runs which layers, and why not the others."""
-        return self.engine.model.explain()
+        """Which backend runs which layers, and why not the others; on a GPU also whether in graphs."""
+        packed = self.engine.model
+        if packed.device.type == "cpu":
+            return packed.explain()
+        return f"{packed.explain()}\n{self._graphs_line}"
 
     def generate(
         self,

@@ -19,6 +19,7 @@ import torch
 from attnkit.compiled import forward_context
 from attnkit.contract import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionSpec,
     CacheConfig,
     CommonAttentionMetadata,
@@ -38,6 +39,7 @@ from attnkit.runner.discovery import LayerFacts
 from attnkit.runner.loading import load_model
 from attnkit.runner.takeover import (
     attention_names,
+    count_names,
     explain_layers,
     left_alone_on_error,
     probe,
@@ -112,6 +114,19 @@ class PackedModel:
     def explain(self) -> str:
         """Which backend runs which layers, and why not the others."""
         return explain_layers(self.layers)
+
+    @property
+    def capture_refusal(self) -> str | None:
+        """Why its steps cannot be captured as graphs; None if decode steps can."""
+        never = [
+            name
+            for name, layer in self.layers.items()
+            if layer.get_cudagraph_support() is AttentionCGSupport.NEVER
+        ]
+        if not never:
+            return None
+        backend = self.layers[never[0]].selection.name
+        return f"{backend} says AttentionCGSupport.NEVER, and runs {count_names(never)}"
 
     def release(self) -> None:
         """Give the model its former attention back."""
@@ -272,15 +287,24 @@ class StepPlanner:
         wishes = [builder.reorder_batch_threshold for _, _, builder in self._builders]
         return min((w for w in wishes if w is not None), default=None)
 
-    def plan(self, batches: Sequence[CommonAttentionMetadata]) -> dict[str, Any]:
+    def plan(
+        self, batches: Sequence[CommonAttentionMetadata], *, for_capture: bool = False
+    ) -> dict[str, Any]:
         """Layer name -> plan.
 
         Args:
             batches: one per group of `PackedModel.kv_plan`.
+            for_capture: a graph is captured with these plans.
         """
         plans: dict[str, Any] = {}
         for group, names, builder in self._builders:
-            plans.update(dict.fromkeys(names, builder.build(0, batches[group])))
+            batch = batches[group]
+            made = (
+                builder.build_for_cudagraph_capture(batch)
+                if for_capture
+                else builder.build(0, batch)
+            )
+            plans.update(dict.fromkeys(names, made))
         return plans
 
 

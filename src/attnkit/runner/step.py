@@ -3,12 +3,13 @@
 In: which requests compute how many tokens, with their block tables. Out: token ids, positions, wanted
 rows and one `CommonAttentionMetadata` per group of layers that share a block table, all views of one
 buffer that goes up in one copy. `StepRows` is the part of it that other engines' steps need too.
+`StaticInputs` is where they go for a graph: padded, and at the same addresses in every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from attnkit.contract import CommonAttentionMetadata
 from attnkit.kvcache.blocks import NULL_BLOCK
 from attnkit.runner.request import Request
 from attnkit.runner.scheduler import SchedulerOutput
-from attnkit.upload import Upload
+from attnkit.upload import Upload, room_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +40,60 @@ class StepInputs:
     sampled: list[Request]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StaticInputs:
+    """Memory for the inputs of decode steps that are padded to a number of rows, one token each.
+
+    Attributes:
+        num_rows: requests of every such step, padding included.
+        buffer: int32, where uploads go.
+        block_tables: per group, int32 (num_rows, W) for the longest request, null past a row's length.
+    """
+
+    num_rows: int
+    buffer: torch.Tensor
+    block_tables: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def allocate(cls, num_rows: int, widths: Sequence[int], device: torch.device) -> StaticInputs:
+        """
+        Args:
+            num_rows: most there will be.
+            widths: per group, kernel blocks of the longest request.
+        """
+        # Token ids, wanted rows, positions and slots are int64; starts, lengths and tables int32.
+        num_words = [2 * num_rows] * (3 + len(widths)) + [num_rows + 1, num_rows]
+        num_words += [num_rows * width for width in widths]
+        return cls(
+            num_rows=num_rows,
+            buffer=torch.zeros(sum(map(room_for, num_words)), dtype=torch.int32, device=device),
+            block_tables=tuple(
+                torch.full((num_rows, width), NULL_BLOCK, dtype=torch.int32, device=device)
+                for width in widths
+            ),
+        )
+
+    def of(self, num_rows: int) -> StaticInputs:
+        """The same memory for steps of fewer rows."""
+        return replace(
+            self, num_rows=num_rows, block_tables=tuple(t[:num_rows] for t in self.block_tables)
+        )
+
+    def put_table(self, group: int, table: torch.Tensor) -> torch.Tensor:
+        """Copy a block table (num_rows, at most W) to its place, which is returned."""
+        place, width = self.block_tables[group], table.shape[1]
+        place[:, :width].copy_(table)
+        place[:, width:].fill_(NULL_BLOCK)
+        return place
+
+
 class StepRows:
     """The rows of a step in an upload, and the batches made of them when it has been sent.
 
     Attributes:
         query_start_loc: int64 (num_rows + 1,).
         positions: int64 (num_tokens,), of each token in its request; below 0 stands padding, which is
-            written nowhere and sees nothing.
+            written nowhere and sees nothing. Padding behind the last row has 0.
     """
 
     def __init__(
@@ -56,6 +104,9 @@ class StepRows:
         tables: Sequence[Sequence[Sequence[int]]],
         block_sizes: Sequence[int],
         blocks_per_block: int,
+        *,
+        num_padding_tokens: int = 0,
+        writes: bool = True,
     ) -> None:
         """
         Args:
@@ -64,6 +115,8 @@ class StepRows:
             tables: per group and row, block ids.
             block_sizes: per group, tokens in one of these blocks.
             blocks_per_block: kernel blocks in one of these; the batches speak of kernel blocks.
+            num_padding_tokens: behind the last row's.
+            writes: False: no token's keys and values are written.
         """
         num_rows = len(queries)
         self._queries, self._seq_lens = queries, seq_lens
@@ -71,36 +124,46 @@ class StepRows:
         np.cumsum(queries, out=self.query_start_loc[1:])
         rows = np.repeat(np.arange(num_rows), queries)
         first = seq_lens - queries - self.query_start_loc[:-1]
-        self.positions = np.arange(len(rows)) + first[rows]
+        own = np.arange(len(rows)) + first[rows]
+        self.positions = np.pad(own, (0, num_padding_tokens))
         self._starts = upload.add(self.query_start_loc, np.int32)
         self._lens = upload.add(seq_lens, np.int32)
         self._positions = upload.add(self.positions, np.int64)
-        self._groups = []
+        made, self._slots = [], []
         for ids, block_size in zip(tables, block_sizes, strict=True):
             table = _table(ids, seq_lens, block_size)
-            blocks = table[rows, self.positions // block_size]
-            slots = blocks * block_size + self.positions % block_size
-            slots[self.positions < 0] = -1
-            assert ((blocks != NULL_BLOCK) | (slots < 0)).all(), (
-                "a token would go to the null block"
-            )
-            if blocks_per_block > 1:
-                table = _kernel_table(table, blocks_per_block)
-            parts = upload.add(table, np.int32), upload.add(slots, np.int64)
-            self._groups.append((*parts, table.shape))
+            slots = np.full(len(self.positions), -1)
+            if writes:
+                blocks = table[rows, own // block_size]
+                assert ((blocks != NULL_BLOCK) | (own < 0)).all(), (
+                    "a token would go to the null block"
+                )
+                slots[: len(own)] = np.where(own < 0, -1, blocks * block_size + own % block_size)
+            self._slots.append(upload.add(slots, np.int64))
+            made.append(_kernel_table(table, blocks_per_block))
+        # Behind all else: their width differs from step to step, and with it what comes after.
+        self._tables = [(upload.add(table, np.int32), table.shape) for table in made]
 
     def positions_of(self, moved: list[torch.Tensor]) -> torch.Tensor:
         """`positions` on the device."""
         return moved[self._positions]
 
     def batches(
-        self, host: list[torch.Tensor], moved: list[torch.Tensor], is_prefilling: torch.Tensor
+        self,
+        host: list[torch.Tensor],
+        moved: list[torch.Tensor],
+        is_prefilling: torch.Tensor,
+        static: StaticInputs | None = None,
     ) -> list[CommonAttentionMetadata]:
         """One batch per group, from what `Upload.send` returned.
 
         Args:
             is_prefilling: bool (num_rows,) on the host.
+            static: takes the block tables.
         """
+        tables = [moved[part].view(shape) for part, shape in self._tables]
+        if static is not None:
+            tables = [static.put_table(group, table) for group, table in enumerate(tables)]
         return [
             CommonAttentionMetadata(
                 query_start_loc=moved[self._starts],
@@ -110,13 +173,13 @@ class StepRows:
                 num_actual_tokens=len(self.positions),
                 max_query_len=int(self._queries.max()),
                 max_seq_len=int(self._seq_lens.max()),
-                block_table_tensor=moved[table].view(shape),
+                block_table_tensor=table,
                 slot_mapping=moved[slots],
                 positions=moved[self._positions],
                 is_prefilling=is_prefilling,
                 seq_lens_cpu_upper_bound=host[self._lens],
             )
-            for table, slots, shape in self._groups
+            for table, slots in zip(tables, self._slots, strict=True)
         ]
 
 
@@ -125,6 +188,7 @@ def build_step(
     block_sizes: list[int],
     blocks_per_block: int,
     device: torch.device,
+    static: StaticInputs | None = None,
 ) -> StepInputs:
     """Describe a step.
 
@@ -133,11 +197,18 @@ def build_step(
         block_sizes: per group, tokens in one of the scheduler's blocks.
         blocks_per_block: kernel blocks in one of those; the batches speak of kernel blocks.
         device: where the step runs.
+        static: where its inputs go, padded; the requests compute one token each then. `logits_indices`
+            has a row per request of `sampled` and, after them, one per row of padding or of a request
+            that does not sample.
     """
     items = output.scheduled
     assert items, "an empty step has no batch"
-    queries = np.array([item.num_new_tokens for item in items])
-    contexts = np.array([item.request.num_computed_tokens for item in items])
+    num_rows = len(items) if static is None else static.num_rows
+    num_padding = num_rows - len(items)
+    queries = np.zeros(num_rows, dtype=np.int64)
+    queries[: len(items)] = [item.num_new_tokens for item in items]
+    contexts = np.zeros(num_rows, dtype=np.int64)
+    contexts[: len(items)] = [item.request.num_computed_tokens for item in items]
     token_ids: list[int] = []
     blocks = []
     for item in items:
@@ -145,20 +216,65 @@ def build_step(
         token_ids += item.request.token_ids[start : start + item.num_new_tokens]
         assert item.request.blocks is not None, "a scheduled request has blocks"
         blocks.append(item.request.blocks)
+    wanted = (np.cumsum(queries) - 1)[[r for r, item in enumerate(items) if item.samples]]
+    if static is not None:
+        wanted = np.pad(wanted, (0, num_rows - len(wanted)))
     upload = Upload(device)
-    tables = [[b.tables[group] for b in blocks] for group in range(len(block_sizes))]
-    rows = StepRows(upload, queries, contexts + queries, tables, block_sizes, blocks_per_block)
-    samples = np.array([item.samples for item in items])
-    part_ids = upload.add(np.array(token_ids), np.int64)
-    part_logits = upload.add(rows.query_start_loc[1:][samples] - 1, np.int64)
-    host, moved = upload.send()
-    is_prefilling = torch.tensor([item.request.is_prefilling for item in items])
+    part_ids = upload.add(np.pad(np.array(token_ids), (0, num_padding)), np.int64)
+    part_logits = upload.add(wanted, np.int64)
+    padding: list[list[int]] = [[]] * num_padding
+    rows = StepRows(
+        upload,
+        queries,
+        contexts + queries,
+        [[b.tables[group] for b in blocks] + padding for group in range(len(block_sizes))],
+        block_sizes,
+        blocks_per_block,
+        num_padding_tokens=num_padding,
+    )
+    host, moved = upload.send(None if static is None else static.buffer)
+    is_prefilling = torch.zeros(num_rows, dtype=torch.bool)
+    is_prefilling[: len(items)] = torch.tensor([item.request.is_prefilling for item in items])
     return StepInputs(
         input_ids=moved[part_ids],
         positions=rows.positions_of(moved),
         logits_indices=moved[part_logits],
-        batches=rows.batches(host, moved, is_prefilling),
+        batches=rows.batches(host, moved, is_prefilling, static),
         sampled=[item.request for item in items if item.samples],
+    )
+
+
+def build_capture_step(
+    static: StaticInputs, block_sizes: list[int], blocks_per_block: int, max_seq_len: int
+) -> StepInputs:
+    """A decode step to capture a graph with: each row is a first token that is written nowhere.
+
+    Args:
+        static: where the inputs go.
+        block_sizes, blocks_per_block: as in `build_step`.
+        max_seq_len: of the steps that the graph will be replayed for.
+    """
+    num_rows, device = static.num_rows, static.buffer.device
+    upload = Upload(device)
+    part_ids = upload.add(np.zeros(num_rows), np.int64)
+    part_logits = upload.add(np.arange(num_rows), np.int64)
+    rows = StepRows(
+        upload,
+        np.ones(num_rows, dtype=np.int64),
+        np.ones(num_rows, dtype=np.int64),
+        [[[NULL_BLOCK]] * num_rows for _ in block_sizes],
+        block_sizes,
+        blocks_per_block,
+        writes=False,
+    )
+    host, moved = upload.send(static.buffer)
+    batches = rows.batches(host, moved, torch.zeros(num_rows, dtype=torch.bool), static)
+    return StepInputs(
+        input_ids=moved[part_ids],
+        positions=rows.positions_of(moved),
+        logits_indices=moved[part_logits],
+        batches=[batch.replace(max_seq_len=max_seq_len) for batch in batches],
+        sampled=[],
     )
 
 
@@ -173,6 +289,8 @@ def _table(ids: Sequence[Sequence[int]], seq_lens: np.ndarray, block_size: int) 
 
 def _kernel_table(table: np.ndarray, ratio: int) -> np.ndarray:
     """The same pages as blocks of a `ratio`-th of the size; null stays null."""
+    if ratio == 1:
+        return table
     split = table[:, :, None] * ratio + np.arange(ratio)
     split[table == NULL_BLOCK] = NULL_BLOCK
     return split.reshape(len(table), -1)

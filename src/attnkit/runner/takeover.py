@@ -66,8 +66,9 @@ def explain_layers(layers: Mapping[str, Attention]) -> str:
     kinds: dict[str, list[str]] = {}
     for name, layer in layers.items():
         kinds.setdefault(str(layer.selection), []).append(name)
-    return "\n".join(f"{_count(names)}: {record}" for record, names in kinds.items())
+    return "\n".join(f"{count_names(names)}: {record}" for record, names in kinds.items())
 
 
-def _count(names: Sequence[str]) -> str:
+def count_names(names: Sequence[str]) -> str:
+    """The first of some layers, and how many more."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more layers"

@@ -207,6 +207,7 @@ MLA_LAWS: dict[str, Law] = {
         profiling_writes_zeros,
         the_device_has_the_last_word_on_lengths,
         padding_rows_are_zero,
+        laws.captured_steps_replay,
     )
 }
 """Name -> law, in the order they are checked."""

@@ -252,12 +252,18 @@ def _batch(layer: Attention, rows: _Rows, num_tokens: int) -> CommonAttentionMet
     tables = 1 + np.arange(num_rows * width).reshape(num_rows, width)
     upload = Upload(layer.device)
     described = StepRows(
-        upload, np.full(num_rows, num_tokens), seq_lens, [tables.tolist()], [layer.block_size], 1
+        upload,
+        np.full(num_rows, num_tokens),
+        seq_lens,
+        [tables.tolist()],
+        [layer.block_size],
+        1,
+        writes=False,
     )
     host, moved = upload.send()
     starts = torch.from_numpy(seq_lens == num_tokens)
     (batch,) = described.batches(host, moved, starts)
-    return batch.replace(slot_mapping=torch.full_like(batch.slot_mapping, -1))
+    return batch
 
 
 def _pages(layer: Attention, key: torch.Tensor, value: torch.Tensor, rows: _Rows) -> torch.Tensor:
