@@ -184,6 +184,19 @@ GOOD: dict[str, Any] = {
             {"mm_req_doc_ranges": {1: [(7, 9), (0, 3), (3, 6)]}},
             r"row 1: \(0, 3\) and \(3, 6\) overlap",
         ),
+        ({"tree_parents": {2: [-1]}}, "names request 2; the batch has 2 of them"),
+        ({"tree_parents": {0: [-1]}}, "request 0 has 1 entries for 2 new tokens"),
+        ({"tree_parents": {0: [-1, 1]}}, "token 1 of a tree has parent 1; give an earlier token"),
+        ({"tree_parents": {0: [-2, 0]}}, "token 0 of a tree has parent -2"),
+        (
+            {
+                "query_lens": [2, 65],
+                "seq_lens": [2, 65],
+                "block_tables": [[3], [1, 2, 4, 5, 6]],
+                "tree_parents": {1: [-1] * 65},
+            },
+            "a tree of 65 tokens was given; give at most 64",
+        ),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], named: str) -> None:
@@ -195,6 +208,19 @@ def test_contradictions_are_refused(changes: dict[str, Any], named: str) -> None
 def test_a_device_that_is_not_here_is_refused(device: str) -> None:
     with pytest.raises(ConfigurationError, match=device):
         make_batch(**GOOD, device=device)
+
+
+def test_trees_become_one_word_per_token() -> None:
+    parents = [-1, 0, 0, 2, -1]
+    made = make_batch([1, 5], [5, 17], [[3], [1, 2]], 16, tree_parents={1: parents})
+    assert made.tree_mask is not None
+    assert made.tree_mask.dtype == torch.int64
+    assert made.tree_mask.tolist() == [0, 0b1, 0b11, 0b101, 0b1101, 0b10000]
+    assert make_batch(**GOOD).tree_mask is None
+    tokens = [-1, *range(63)]
+    chain = make_batch([64], [64], [[1, 2, 3, 4]], 16, tree_parents={0: tokens})
+    assert chain.tree_mask is not None
+    assert chain.tree_mask.tolist()[-2:] == [(1 << 63) - 1, -1]
 
 
 def test_ranges_become_one_per_token() -> None:

@@ -550,6 +550,38 @@ def test_a_batch_with_a_mask_that_the_layer_was_not_built_for_is_not_planned() -
         layer.build(plain)
     layer.build(batch)
     _layer("reference").build(batch)  # Without a window there is nothing to except it from.
+    batch = make_batch([5], [5], [[3, 8]], BLOCK, tree_parents={0: [-1, 0, 0, 1, -1]})
+    with pytest.raises(BatchError, match="use_tree_mask=True"):
+        _layer("reference").build(batch)
+    _layer("reference", use_tree_mask=True).build(batch)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ([1, 3, 5, 0, 17], "row 0: token 3 has no word, and others of its request have one"),
+        ([1, 1, 5, 9, 17], "row 0: token 1 does not see itself"),
+        ([1, 3, 13, 9, 17], "row 0: token 2 sees a later token"),
+        ([1, 3, 5, 9], r"torch.int64 of shape \(4,\); give torch.int64 of shape \(5,\)"),
+        ([1.0, 3, 5, 9, 17], "torch.float32 of shape"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_words_that_are_no_tree_are_not_planned(
+    backend: str, words: list[float], named: str
+) -> None:
+    layer = _layer(backend, use_tree_mask=True)
+    batch = make_batch([5], [5], [[3, 8]], BLOCK).replace(tree_mask=torch.tensor(words))
+    with pytest.raises(BatchError, match=named):
+        layer.build(batch)
+
+
+def test_a_tree_of_more_than_64_tokens_is_not_planned() -> None:
+    batch = make_batch([65], [65], [list(range(1, 66))], BLOCK)
+    layer = _layer("reference", use_tree_mask=True)
+    with pytest.raises(BatchError, match="row 0: it has 65 tokens; give at most 64"):
+        layer.build(batch.replace(tree_mask=torch.ones(65, dtype=torch.int64)))
+    layer.build(batch.replace(tree_mask=torch.zeros(65, dtype=torch.int64)))
 
 
 @pytest.mark.parametrize(
@@ -601,6 +633,14 @@ def test_a_prefix_that_is_no_part_of_its_request_is_not_planned(
             "use_mm_prefix is for decoder layers",
         ),
         ({"use_rswa": True}, "use_rswa is for decoder layers with a sliding_window"),
+        ({"use_tree_mask": True, "sliding_window": 4}, "use_tree_mask and sliding_window exclude"),
+        ({"use_tree_mask": True, "alibi_slopes": [1.0] * 4}, "and alibi_slopes exclude each other"),
+        ({"use_tree_mask": True, "attention_chunk_size": 16}, "and attention_chunk_size exclude"),
+        ({"use_tree_mask": True, "use_mm_prefix": True}, "use_tree_mask and use_mm_prefix exclude"),
+        (
+            {"use_tree_mask": True, "attn_type": "encoder_only"},
+            "use_tree_mask and attn_type encoder_only exclude each other",
+        ),
     ],
 )
 @pytest.mark.parametrize("backend", ["auto", Recording])

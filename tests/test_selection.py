@@ -511,6 +511,7 @@ def test_paths_that_lead_nowhere_are_named(name: str, named: str) -> None:
         ({"use_non_causal": True}, "non-causal"),
         ({"use_mm_prefix": True}, "multimodal"),
         ({"use_rswa": True}, "R-SWA"),
+        ({"use_tree_mask": True}, "tree mask"),
         ({"use_per_head_quant_scales": True}, "per head"),
         ({"use_batch_invariant": True}, "batch invariance"),
         ({"use_pcp": True}, "PCP"),

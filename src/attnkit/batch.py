@@ -17,6 +17,7 @@ from attnkit.contract import (
     DeviceCapability,
     check_prefix_lens,
     check_ranges,
+    tree_words,
 )
 from attnkit.errors import BatchError
 from attnkit.upload import Upload
@@ -35,6 +36,7 @@ def make_batch(
     is_prefilling: Sequence[bool] | None = None,
     mm_req_doc_ranges: Mapping[int, Sequence[tuple[int, int]]] | None = None,
     rswa_prefix_lens: Sequence[int] | None = None,
+    tree_parents: Mapping[int, Sequence[int]] | None = None,
 ) -> CommonAttentionMetadata:
     """Describe a batch of requests.
 
@@ -53,11 +55,15 @@ def make_batch(
             the request's `seq_lens`: a range is computed in one step.
         rswa_prefix_lens: how many first tokens of each request all its later ones see, in layers with
             `use_rswa`; at most `seq_lens`.
+        tree_parents: request -> per new token which earlier one of them it follows, -1: none, it follows
+            the context. Such a token sees the context, its ancestors and itself, in layers with
+            `use_tree_mask`. At most 64 tokens; other requests are no trees.
 
     Raises:
         BatchError: lengths contradict each other, a block table is too short or has a bad id, or
             two tokens would be written to one place; or a range is reversed, overlaps another or is not
-            inside its request; or a prefix is longer than its request.
+            inside its request; or a prefix is longer than its request; or parents are no tree of a
+            request's new tokens.
         ConfigurationError: there is no such device.
     """
     DeviceCapability.of(device)
@@ -94,6 +100,9 @@ def make_batch(
     if rswa_prefix_lens is not None:
         prefixes = _integers("rswa_prefix_lens", rswa_prefix_lens)
         check_prefix_lens(prefixes.tolist(), seqs.tolist())
+    words = None
+    if tree_parents is not None:
+        words = _tree_mask(tree_parents, query_start_loc)
 
     upload = Upload(torch.device(device))
     starts = upload.add(query_start_loc, np.int32)
@@ -102,6 +111,7 @@ def make_batch(
     slots_of = upload.add(slots, np.int64)
     positions_of = upload.add(positions, np.int64)
     prefixes_of = None if prefixes is None else upload.add(prefixes, np.int32)
+    words_of = None if words is None else upload.add(words, np.int64)
     host, moved = upload.send()
     return CommonAttentionMetadata(
         query_start_loc=moved[starts],
@@ -119,7 +129,29 @@ def make_batch(
         seq_lens_cpu_upper_bound=host[lens],
         mm_req_doc_ranges=ranges,
         rswa_prefix_lens=None if prefixes_of is None else moved[prefixes_of],
+        tree_mask=None if words_of is None else moved[words_of],
     )
+
+
+def _tree_mask(
+    tree_parents: Mapping[int, Sequence[int]], query_start_loc: np.ndarray
+) -> np.ndarray:
+    """int64 (num_tokens,): the words of the requests that are trees, 0 for the others."""
+    words = np.zeros(int(query_start_loc[-1]), dtype=np.int64)
+    num_reqs = len(query_start_loc) - 1
+    for request, parents in tree_parents.items():
+        if not 0 <= request < num_reqs:
+            raise BatchError(
+                f"tree_parents names request {request}; the batch has {num_reqs} of them, from 0"
+            )
+        own = words[query_start_loc[request] : query_start_loc[request + 1]]
+        if len(parents) != len(own):
+            raise BatchError(
+                f"tree_parents of request {request} has {len(parents)} entries for {len(own)} new "
+                "tokens; give one of each"
+            )
+        own[:] = tree_words(parents)
+    return words
 
 
 def _lengths(

@@ -76,6 +76,7 @@ class Attention(PagedLayer):
         use_kv_connector: bool = False,
         use_mm_prefix: bool = False,
         use_rswa: bool = False,
+        use_tree_mask: bool = False,
         attention_chunk_size: int | None = None,
         use_per_head_quant_scales: bool = False,
         vllm_config: Any | None = None,
@@ -106,6 +107,7 @@ class Attention(PagedLayer):
             use_kv_connector: somebody else will copy pages out of and into the cache.
             use_mm_prefix: batches with `mm_req_doc_ranges` will come.
             use_rswa: the window leaves each request's prefix visible (`rswa_prefix_lens` of a batch).
+            use_tree_mask: batches with a `tree_mask` will come: drafts that branch.
             attention_chunk_size: a query sees the keys of its own chunk of positions only (position //
                 attention_chunk_size); None: no chunks. Any backend does it (`chunked_local`).
             use_per_head_quant_scales: `_q_scale`, `_k_scale` and `_v_scale` have one entry per KV head
@@ -169,6 +171,9 @@ class Attention(PagedLayer):
                 f"{self.attn_type} with a window of {sliding_window}; give a window, or leave it out"
             )
         self.use_rswa = use_rswa
+        self.use_tree_mask = use_tree_mask
+        if use_tree_mask:
+            self._check_tree(variant, attention_chunk_size)
         self.attention_chunk_size = attention_chunk_size
         if attention_chunk_size is not None:
             self._check_chunks(attention_chunk_size)
@@ -192,6 +197,7 @@ class Attention(PagedLayer):
                 use_kv_connector=use_kv_connector,
                 use_mm_prefix=use_mm_prefix,
                 use_rswa=use_rswa,
+                use_tree_mask=use_tree_mask,
                 use_alibi=alibi_slopes is not None,
                 use_alibi_sqrt=use_alibi_sqrt,
                 has_logits_soft_cap=bool(logits_soft_cap),
@@ -238,6 +244,22 @@ class Attention(PagedLayer):
         self._page = (
             logical_page(self.backend, self._spec(block_size)) if self._needs_cache else None
         )
+
+    def _check_tree(self, variant: AttentionVariant, chunk_size: int | None) -> None:
+        """A draft's place in the step is not its distance from what it follows, so masks and biases
+        that count distances do not go with trees."""
+        others = {
+            "sliding_window": self.sliding_window is not None,
+            "alibi_slopes": variant.alibi_slopes is not None,
+            "attention_chunk_size": chunk_size is not None,
+            "use_mm_prefix": self.use_mm_prefix,
+            f"attn_type {self.attn_type}": self.attn_type is not AttentionType.DECODER,
+        }
+        for name in (name for name, given in others.items() if given):
+            raise ConfigurationError(
+                f"use_tree_mask and {name} exclude each other, since tokens of a tree do not stand at "
+                f"their distances; give layer {self.layer_name} one"
+            )
 
     def _check_chunks(self, chunk_size: int) -> None:
         if chunk_size < 1:

@@ -36,6 +36,7 @@ FLAGS: dict[str, str] = {
     "log-sum-exp output": "supports_lse",
     "multimodal prefix": "supports_mm_prefix",
     "R-SWA": "supports_rswa",
+    "tree mask": "supports_tree_mask",
     "per-head KV scales": "supports_per_head_quant_scales",
     "batch invariance": "supports_batch_invariance",
     "device-side query lengths": "supports_device_cpu_query_lens_mismatch",

@@ -49,6 +49,7 @@ class PagedLayer(nn.Module):
         sliding_window: keys a query sees, itself included; None: no window.
         use_mm_prefix: its batches may have `mm_req_doc_ranges`.
         use_rswa: its batches have `rswa_prefix_lens`.
+        use_tree_mask: its batches may have a `tree_mask`.
         dtype, device: of its tensors.
         block_size: tokens in a kernel block.
         vllm_config: engine configuration handed to the builder.
@@ -67,6 +68,7 @@ class PagedLayer(nn.Module):
     sliding_window: int | None = None
     use_mm_prefix: bool = False
     use_rswa: bool = False
+    use_tree_mask: bool = False
 
     _q_scale: torch.Tensor
     _k_scale: torch.Tensor
@@ -185,6 +187,11 @@ class PagedLayer(nn.Module):
             raise BatchError(
                 f"the batch has mm_req_doc_ranges, and layer {self.layer_name} was built without them; "
                 "build it with use_mm_prefix=True, or leave them out"
+            )
+        if batch.tree_mask is not None and not self.use_tree_mask:
+            raise BatchError(
+                f"the batch has a tree_mask, and layer {self.layer_name} was built without one; build "
+                "it with use_tree_mask=True, or leave it out"
             )
         has_prefixes = batch.rswa_prefix_lens is not None
         if self.sliding_window is not None and has_prefixes != self.use_rswa:

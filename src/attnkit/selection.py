@@ -76,6 +76,7 @@ class AttentionRequest:
     use_adaptive_verification: bool = False
     use_dcp: bool = False
     use_rswa: bool = False
+    use_tree_mask: bool = False
     use_alibi: bool = False
     use_alibi_sqrt: bool = False
     has_logits_soft_cap: bool = False
@@ -228,6 +229,7 @@ def reasons_against(
             f"value head size {head_size_v} beside key head size {request.head_size}",
         ),
         (request.return_lse, backend.supports_lse(), "log-sum-exp output"),
+        (request.use_tree_mask, backend.supports_tree_mask(), "tree mask"),
     )
     reasons += [
         f"{feature} is asked for, which this backend does not do"

@@ -117,6 +117,9 @@ def test_what_chunks_cannot_do_is_refused() -> None:
     ranges = batch_of([4], [4], 2).replace(mm_req_doc_ranges={0: [(1, 2)]})
     with pytest.raises(BatchError, match="has mm_req_doc_ranges"):
         virtual_batch(ranges, 4, 2)
+    tree = batch_of([4], [4], 2).replace(tree_mask=torch.ones(4, dtype=torch.int64))
+    with pytest.raises(BatchError, match="has tree_mask"):
+        virtual_batch(tree, 4, 2)
     shares = batch_of([4], [4], 2).replace(dcp_local_seq_lens=torch.ones(1, dtype=torch.int32))
     with pytest.raises(BatchError, match="has dcp_local_seq_lens"):
         virtual_batch(shares, 4, 2)

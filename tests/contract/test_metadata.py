@@ -51,6 +51,7 @@ def _full() -> CommonAttentionMetadata:
         mm_req_doc_ranges={0: [(1, 2)], 2: [(3, 4), (6, 9)], 3: [(0, 1)]},
         rswa_prefix_lens=per_req(70),
         replayssm_decode_base_cpu=per_req(80),
+        tree_mask=torch.arange(300, 300 + NUM_TOKENS),
     )
 
 
@@ -124,7 +125,7 @@ def test_unpadded_loses_no_field(reqs: int) -> None:
             assert after == {r: ranges for r, ranges in before.items() if r < reqs}
         elif name.startswith("query_start_loc"):
             assert _same(after, before[: reqs + 1])
-        elif name in ("slot_mapping", "positions"):
+        elif name in ("slot_mapping", "positions", "tree_mask"):
             assert _same(after, before[:tokens])
         elif name == "logits_indices_padded" or isinstance(before, int):
             assert _same(after, before)
@@ -144,7 +145,7 @@ def test_rows_are_a_batch_of_their_own(first: int, end: int) -> None:
     assert part.logits_indices_padded is None
     for name in COMMON_METADATA_FIELDS:
         before, after = getattr(batch, name), getattr(part, name)
-        if name in ("slot_mapping", "positions"):
+        if name in ("slot_mapping", "positions", "tree_mask"):
             assert _same(after, before[tokens])
         elif name.startswith("query_start_loc"):
             assert _same(after, before[first : end + 1] - before[first])

@@ -103,6 +103,35 @@ def test_wild_values_reach_only_rows_that_see_them(
     assert not bool(torch.isfinite(out[0][sees]).all(-1).any())
 
 
+@pytest.mark.parametrize("wild", [math.nan, math.inf])
+def test_wild_values_reach_only_the_branches_that_hold_them(subject: Subject, wild: float) -> None:
+    case = replace(CASE, query_lens=(40,), seq_lens=(77,), sliding_window=None, tree=True)
+    layer = subject.layer(case)
+    inputs = subject.inputs(layer, case)
+    run_and_judge(subject, layer, inputs)
+    clean = answer(layer, inputs)
+    inputs.key[4] = inputs.value[4] = wild
+    hit = answer(layer, inputs)
+    words = inputs.batch.tree_mask
+    assert words is not None
+    sees = (words >> 4 & 1).bool()
+    assert 1 < int(sees.sum()) < 20
+    for before, after in zip(clean, hit, strict=True):
+        assert torch.equal(before[~sees], after[~sees])
+        assert not torch.equal(before[sees], after[sees])
+
+
+def test_a_tree_without_branches_has_the_bits_of_a_chunk(subject: Subject) -> None:
+    case = replace(CASE, query_lens=(9, 40), seq_lens=(30, 77), sliding_window=None)
+    plain, layer = subject.layer(case), subject.layer(case, use_tree_mask=True)
+    inputs = subject.inputs(plain, case)
+    chunk = answer(plain, inputs)
+    words = torch.tensor([(2 << i) - 1 for n in case.query_lens for i in range(n)])
+    chain = replace(inputs, batch=inputs.batch.replace(tree_mask=words))
+    for got, want in zip(answer(layer, chain), chunk, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_very_negative_scores_are_not_masked(subject: Subject) -> None:
     """All scores equal, however low: the mean of the values."""
     case = replace(CASE, query_lens=(1, 40), seq_lens=(50, 40), head_size=8)

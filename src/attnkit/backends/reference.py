@@ -114,6 +114,10 @@ class ReferenceBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_tree_mask(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_non_causal(cls) -> bool:
         return True
 
@@ -133,7 +137,7 @@ class ReferenceBackend(AttentionBackend):
 
 
 class ReferenceMetadataBuilder(CommonMetadataBuilder):
-    """The plan is the batch, its ranges and prefixes checked."""
+    """The plan is the batch, its ranges, prefixes and trees checked."""
 
     def build(
         self,
@@ -143,6 +147,7 @@ class ReferenceMetadataBuilder(CommonMetadataBuilder):
     ) -> CommonAttentionMetadata:
         common_attn_metadata.mm_token_spans()
         common_attn_metadata.checked_rswa_prefix_lens()
+        common_attn_metadata.checked_tree_mask()
         return common_attn_metadata
 
 
@@ -230,9 +235,10 @@ class ReferenceImpl(AttentionImpl[CommonAttentionMetadata]):
                 "cross attention needs encoder lengths"
             )
             kv_lens = attn_metadata.encoder_seq_lens
-        spans = prefixes = None
+        spans = prefixes = words = None
         if variant.attn_type == AttentionType.DECODER:
             spans, prefixes = attn_metadata.mm_token_spans(), attn_metadata.rswa_prefix_lens
+            words = attn_metadata.tree_mask
         for request, kv_len in enumerate(kv_lens.tolist()):
             rows = slice(starts[request], starts[request + 1])
             if cacheless:
@@ -246,9 +252,11 @@ class ReferenceImpl(AttentionImpl[CommonAttentionMetadata]):
             first = kv_len - (rows.stop - rows.start)
             for position, row in enumerate(range(rows.start, rows.stop), start=first):
                 span = None if spans is None else spans[row].tolist()
-                seen = _visible(position, keys.shape[0], variant, causal, span, prefix).to(
-                    query.device
-                )
+                seen = _visible(position, keys.shape[0], variant, causal, span, prefix)
+                word = 0 if words is None else int(words[row])
+                if word:
+                    seen = _in_tree(keys.shape[0], first, word)
+                seen = seen.to(query.device)
                 output[row], lse[row] = _attend_row(
                     query[row], keys[seen], values[seen], seen - position, variant
                 )
@@ -306,6 +314,13 @@ def _visible(
         first, last = min(first, span[0]), max(last, span[1] - 1)
     seen = torch.arange(max(0, last + 1))
     return seen[(seen < prefix) | (seen >= first)]
+
+
+def _in_tree(kv_len: int, first: int, word: int) -> torch.Tensor:
+    """int64 (n,): positions of the keys a token of a tree sees, in order: all of the context, which ends
+    before `first`, and of the step's own tokens those whose bits are set."""
+    seen = [j for j in range(kv_len) if j < first or word >> (j - first) & 1]
+    return torch.tensor(seen, dtype=torch.int64)
 
 
 def _attend_row(

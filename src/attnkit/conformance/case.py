@@ -64,6 +64,7 @@ class Case:
         mm_ranges: per request, (first, last) positions; None: some that are made up (`ranges_of`).
         rswa: each request has a prefix that its window does not hide.
         prefix_lens: how long those are; None: some that are made up (`prefix_of`).
+        tree: new tokens of requests are trees (`parents_of`).
         logits_soft_cap: c in c * tanh(score / c).
         alibi, alibi_sqrt: slopes are added, in the square-root form.
         sinks: each head has a sink logit.
@@ -98,6 +99,7 @@ class Case:
     mm_ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None
     rswa: bool = False
     prefix_lens: tuple[int, ...] | None = None
+    tree: bool = False
     logits_soft_cap: float | None = None
     alibi: bool = False
     alibi_sqrt: bool = False
@@ -184,6 +186,15 @@ class Case:
         if new >= 4:
             ranges.append((context + new // 2, length - 1))
         return tuple(ranges)
+
+    def parents_of(self, request: int) -> tuple[int, ...]:
+        """Which earlier new token each of a request's follows, -1: none; () where it is no tree, as is
+        every fourth request, or one of more tokens than a tree has. A root at every fourth token, two
+        branches at the others."""
+        num_tokens = self.query_lens[request]
+        if not self.tree or num_tokens > 64 or request % 4 == 3:
+            return ()
+        return tuple(-1 if i % 4 == 3 else (i - 1) // 2 for i in range(num_tokens))
 
     def prefix_of(self, request: int) -> int:
         """First tokens of a request that its window does not hide: three tenths of the first request,

@@ -42,6 +42,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "mm_prefix": {"mm_prefix": True},
     "chunked": {"chunk_pages": 1, "freed_window": True},
     "rswa": {"rswa": True, "sliding_window": 5, "freed_window": True},
+    "tree": {"tree": True},
     "encoder_only": {"attn_type": AttentionType.ENCODER_ONLY},
     "encoder": {"attn_type": AttentionType.ENCODER},
     "cross": {"attn_type": AttentionType.ENCODER_DECODER},
@@ -231,6 +232,17 @@ def _masks(basis: Basis) -> Iterator[Case]:
     )
     yield plain_case(
         "rswa+mm_prefix+window_of_1", basis, rswa=True, mm_prefix=True, sliding_window=1, **prompt
+    )
+    tree: dict[str, Any] = {"tree": True, "return_lse": basis.lse}
+    for other in ("softcap", "sinks", "value_size", "padding", "mqa"):
+        yield _case(f"{other}+tree-mixed-{basis.dtypes[0]}", basis, "mixed", other, "tree", **tree)
+    for name in ("fp8", "int8_per_token_head"):
+        yield _case(f"tree+{name}-mixed", basis, "mixed", "tree", kv_cache_dtype=name)
+    yield plain_case("tree-of_64", basis, query_lens=(64, 65), seq_lens=(77, 65), **tree)
+    yield plain_case("tree-more_queries_than_keys", basis, **lens, **tree)
+    yield plain_case("tree-non_causal", basis, causal=(False, True, False), **prompt, **tree)
+    yield plain_case(
+        "tree-many", basis, query_lens=(8, 5, 1, 4) * 3, seq_lens=(90, 5, 33, 40) * 3, **tree
     )
     yield plain_case(
         "ranges_of_one_token",

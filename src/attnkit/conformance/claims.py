@@ -180,6 +180,13 @@ def _features(basis: Basis) -> list[Claim]:
             shown_by=lambda c: c.rswa,
         ),
         Claim(
+            name="tree mask",
+            made=lambda b: b.supports_tree_mask(),
+            request={"use_tree_mask": True},
+            layer={"tree": True},
+            shown_by=lambda c: c.tree,
+        ),
+        Claim(
             name="LSE output",
             made=lambda b: b.supports_lse(),
             request={"return_lse": True},

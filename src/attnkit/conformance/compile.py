@@ -154,7 +154,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 def _variants(gpu: configs.Gpu) -> Iterator[tuple[str, launch.KernelCall]]:
     """Names and calls. "all" has every feature of a layer that adds code to the score or the
-    mask, "masks" those of a batch too."""
+    mask, "masks" those of a batch too, "tree" the one that goes with no other."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     for size in (64, 128, 256, 512):
         yield _attention(gpu, f"attention-bf16-{size}", size)
@@ -162,6 +162,7 @@ def _variants(gpu: configs.Gpu) -> Iterator[tuple[str, launch.KernelCall]]:
         yield _attention(gpu, f"attention-bf16-{size}-all", size, features=True)
     for size in (128, 256):
         yield _attention(gpu, f"attention-bf16-{size}-masks", size, features=True, masks=True)
+    yield _attention(gpu, "attention-bf16-128-tree", 128, tree=True)
     yield _attention(gpu, "attention-bf16-128-page128", 128, page=128)
     yield _attention(gpu, "attention-bf16-128-page5", 128, page=5)
     yield _attention(gpu, "attention-bf16-80", 80)
@@ -180,6 +181,7 @@ def _variants(gpu: configs.Gpu) -> Iterator[tuple[str, launch.KernelCall]]:
             yield from _decode(gpu, name, size, split=split)
     yield from _decode(gpu, "decode-bf16-128-all", 128, features=True)
     yield from _decode(gpu, "decode-bf16-128-masks", 128, features=True, masks=True, split=True)
+    yield from _decode(gpu, "decode-bf16-128-tree", 128, query_len=8, tree=True, split=True)
     yield from _decode(gpu, "decode-bf16-128-page128", 128, page=128)
     yield from _decode(gpu, "decode-bf16-80-split", 80, split=True)
     yield from _decode(gpu, "decode-bf16-128-verify", 128, query_len=8, split=True)
@@ -225,6 +227,7 @@ def _operands(
     kv_heads: int,
     gpu: configs.Gpu,
     masks: bool = False,
+    tree: bool = False,
 ) -> Operands:
     num_tokens, num_reqs = 4096, 64
     if page is None:
@@ -253,6 +256,7 @@ def _operands(
         causal=True,
         spans=_empty(num_tokens, 2, dtype=torch.int32) if masks else None,
         prefix_lens=_empty(num_reqs, dtype=torch.int32) if masks else None,
+        tree=_empty(num_tokens, dtype=torch.int64) if tree else None,
     )
 
 
@@ -283,9 +287,10 @@ def _attention(
     kv_heads: int = 8,
     features: bool = False,
     masks: bool = False,
+    tree: bool = False,
 ) -> tuple[str, launch.KernelCall]:
     operands = _operands(
-        size, size_v or size, dtype, cache or dtype, page, heads, kv_heads, gpu, masks
+        size, size_v or size, dtype, cache or dtype, page, heads, kv_heads, gpu, masks, tree
     )
     config = configs.attention_config(
         size, size_v or size, dtype.itemsize, operands.stored.key.element_size(), gpu
@@ -304,10 +309,11 @@ def _decode(
     query_len: int = 1,
     features: bool = False,
     masks: bool = False,
+    tree: bool = False,
     split: bool = False,
 ) -> Iterator[tuple[str, launch.KernelCall]]:
     heads, kv_heads = 32, 8
-    operands = _operands(size, size, dtype, cache or dtype, page, heads, kv_heads, gpu, masks)
+    operands = _operands(size, size, dtype, cache or dtype, page, heads, kv_heads, gpu, masks, tree)
     rows = query_len * heads // kv_heads
     config = configs.decode_config(
         size, size, dtype.itemsize, operands.stored.key.element_size(), rows, gpu

@@ -149,6 +149,41 @@ class NewestTokenCountedTwice(TwinImpl):
         return super().score(score, ahead, seen) + math.log(2) * (ahead == 0)
 
 
+# Trees.
+
+
+@_caught_by("case:tree-prefill-fp32")
+class TreeIgnored(TwinImpl):
+    def words(self, batch: CommonAttentionMetadata, rows: slice) -> Tensor | None:
+        return None
+
+
+@_caught_by("law:a_tree_is_its_paths")
+class TreeCountsFromTheFirstKey(TwinImpl):
+    def new(self, keys: Tensor, context: int) -> Tensor:
+        return keys
+
+
+@_caught_by("case:tree-extend-fp32")
+class TreeHidesTheContext(TwinImpl):
+    def of_tree(self, seen: Tensor, ahead: Tensor, words: Tensor) -> Tensor:
+        context = ahead.shape[1] - ahead.shape[0]
+        return super().of_tree(seen, ahead, words) & (torch.arange(ahead.shape[1]) >= context)
+
+
+@_caught_by("case:tree-mixed-fp32")
+class WordsOfTheFirstRequest(TwinImpl):
+    def words(self, batch: CommonAttentionMetadata, rows: slice) -> Tensor | None:
+        return super().words(batch, slice(0, rows.stop - rows.start))
+
+
+@_caught_by("case:tree-of_64")
+class TreeOf63(TwinImpl):
+    def words(self, batch: CommonAttentionMetadata, rows: slice) -> Tensor | None:
+        words = super().words(batch, rows)
+        return None if words is None else words & ((1 << 63) - 1)
+
+
 # Ranges that are seen in both directions.
 
 

@@ -160,6 +160,7 @@ def meaning_of(case: Case, request: int) -> Meaning:
         ranges=case.ranges_of(request),
         prefix=case.prefix_of(request),
         chunk=case.attention_chunk_size,
+        parents=case.parents_of(request) or None,
     )
 
 
@@ -448,6 +449,11 @@ def _batch(case: Case, pages: _Pages, device: torch.device) -> CommonAttentionMe
         causal = case.causal
     ranges = {r: list(case.ranges_of(r)) for r in range(case.num_reqs)}
     prefixes = [case.prefix_of(r) for r in range(case.num_reqs)] + padded
+    words = np.zeros(len(slots), dtype=np.int64)
+    for r, start in enumerate(query_start_loc[: case.num_reqs]):
+        for i, parent in enumerate(case.parents_of(r)):
+            above = words[start + parent] if parent >= 0 else 0
+            words[start + i] = above | np.left_shift(np.int64(1), i)
     cross = _is_cross(case)
     # A decoder's own lengths are no guide to what cross attention sees.
     seq_lens = query_lens + 3 * (query_lens > 0) if cross else kv_lens
@@ -471,6 +477,7 @@ def _batch(case: Case, pages: _Pages, device: torch.device) -> CommonAttentionMe
         seq_lens_cpu_upper_bound=torch.as_tensor(seq_lens, dtype=torch.int32),
         mm_req_doc_ranges=ranges if case.mm_prefix else None,
         rswa_prefix_lens=up(prefixes, torch.int32) if case.rswa else None,
+        tree_mask=up(words, torch.int64) if case.tree else None,
     )
 
 

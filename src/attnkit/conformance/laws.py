@@ -8,7 +8,7 @@ runs are judged on the way (`checks`), so a law also fails when one of its runs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -148,8 +148,8 @@ def splitting_a_prompt_does_not_matter(subject: Subject) -> None:
     length = 45
     base = _base(subject, query_lens=(length,), seq_lens=(length,))
     for layer, case in claimed(subject, base, coded=True):
-        if case.causal is not True:
-            continue  # Without causality earlier pieces cannot see later ones.
+        if case.causal is not True or case.tree:
+            continue  # Without causality earlier pieces cannot see later ones; a tree comes whole.
         whole = subject.inputs(layer, case)
         run_and_judge(subject, layer, whole)
         cuts: tuple[tuple[int, ...], ...] = (
@@ -320,6 +320,47 @@ def causality_is_per_request(subject: Subject) -> None:
             run_and_judge(subject, layer, subject.inputs(layer, uniform))
 
 
+def a_tree_is_its_paths(subject: Subject) -> None:
+    """A token of a tree answers as the last of its path: the context, what it follows, itself. A tree
+    that does not branch answers as a plain chunk."""
+    base = _base(subject, tree=True)
+    for layer, case in claimed(subject, base):
+        inputs = subject.inputs(layer, case)
+        tree, _ = run_and_judge(subject, layer, inputs)
+        row = 0
+        for request, whole in enumerate(inputs.sequences):
+            context = len(whole.k) - len(whole.q)
+            plain = replace(whole.meaning, parents=None)
+            for token, _ in enumerate(case.parents_of(request)):
+                path = _path(case.parents_of(request), token)
+                keys = [*range(context), *(context + i for i in path)]
+                one = replace(
+                    whole, q=whole.q[path[-1:]], k=whole.k[keys], v=whole.v[keys], meaning=plain
+                )
+                rows = slice(row + token, row + token + 1)
+                lse = None if tree.lse is None else tree.lse[rows]
+                judge((one,), Result(out=tree.out[rows], lse=lse))
+            row += len(whole.q)
+        words = inputs.batch.tree_mask
+        assert words is not None
+        chains = [(2 << i) - 1 for n in case.query_lens for i in range(n)]
+        again = subject.inputs(layer, case)
+        batch = again.batch.replace(tree_mask=torch.tensor(chains, device=words.device))
+        plain_sequences = tuple(
+            replace(s, meaning=replace(s.meaning, parents=None, causal=True))
+            for s in again.sequences
+        )
+        judge(plain_sequences, subject.run(layer, again, batch=batch))
+
+
+def _path(parents: Sequence[int], token: int) -> list[int]:
+    """What a token of a tree follows, first to last, and itself."""
+    path = [token]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
 def strides_do_not_matter(subject: Subject) -> None:
     """q, k and v may be slices of one projection: rows further apart than they are long."""
     for layer, case in claimed(subject, coded=True):
@@ -387,6 +428,7 @@ def the_users_path_is_the_same(subject: Subject) -> None:
             causal=inputs.batch.causal,
             mm_req_doc_ranges=inputs.batch.mm_req_doc_ranges,
             rswa_prefix_lens=_prefixes(case),
+            tree_parents=_parents(case),
         )
         answer = layer(inputs.query, inputs.key, inputs.value, inputs.kv_cache, layer.build(batch))
         out, lse = answer if isinstance(answer, tuple) else (answer, None)
@@ -514,6 +556,7 @@ LAWS: dict[str, Law] = {
         block_size_does_not_matter,
         parts_merge_by_their_lse,
         causality_is_per_request,
+        a_tree_is_its_paths,
         strides_do_not_matter,
         lse_is_float32_per_token_and_head,
         the_users_path_is_the_same,
@@ -531,6 +574,13 @@ LAWS: dict[str, Law] = {
 def _prefixes(case: Case) -> list[int] | None:
     """`rswa_prefix_lens` for `make_batch`."""
     return [case.prefix_of(r) for r in range(case.num_reqs)] if case.rswa else None
+
+
+def _parents(case: Case) -> dict[int, tuple[int, ...]] | None:
+    """`tree_parents` for `make_batch`."""
+    if not case.tree:
+        return None
+    return {r: case.parents_of(r) for r in range(case.num_reqs) if case.parents_of(r)}
 
 
 def _expect_logical(inputs: Inputs) -> None:

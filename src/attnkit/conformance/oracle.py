@@ -35,6 +35,8 @@ class Meaning:
             it sees.
         chunk: keys in another chunk of positions, position // chunk, are invisible. None: no chunks.
         prefix: keys below this are inside any window of a later query.
+        parents: the queries are a tree: per query, which earlier one it follows, -1: none. It sees all
+            keys before the first query, itself and what it follows. None: they are no tree.
     """
 
     scale: float
@@ -47,6 +49,7 @@ class Meaning:
     ranges: Sequence[tuple[int, int]] = ()
     prefix: int = 0
     chunk: int | None = None
+    parents: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,13 @@ def visible(
             seen &= ahead < meaning.window
     if meaning.chunk is not None:
         seen &= query_positions[:, None] // meaning.chunk == key_positions[None, :] // meaning.chunk
+    if meaning.parents is not None:
+        for query, row in enumerate(seen):
+            row &= key_positions < query_positions[0]
+            ancestor = query
+            while ancestor >= 0:
+                row |= key_positions == query_positions[ancestor]
+                ancestor = meaning.parents[ancestor]
     for first, last in meaning.ranges:
         queries = (first <= query_positions) & (query_positions <= last)
         keys = (first <= key_positions) & (key_positions <= last)

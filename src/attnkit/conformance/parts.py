@@ -26,7 +26,7 @@ def one_request(inputs: Inputs, request: int, rows: slice) -> Inputs:
     seq_lens = batch.seq_lens[request : request + 1]
     start = torch.tensor([0, length], dtype=torch.int32)
     positions, ranges = batch.positions, batch.mm_req_doc_ranges
-    prefixes = batch.rswa_prefix_lens
+    prefixes, words = batch.rswa_prefix_lens, batch.tree_mask
     alone = batch.replace(
         query_start_loc=start.to(seq_lens.device),
         query_start_loc_cpu=start,
@@ -47,6 +47,7 @@ def one_request(inputs: Inputs, request: int, rows: slice) -> Inputs:
         seq_lens_cpu_upper_bound=seq_lens.cpu(),
         mm_req_doc_ranges=None if ranges is None else {0: ranges.get(request, [])},
         rswa_prefix_lens=None if prefixes is None else prefixes[request : request + 1],
+        tree_mask=None if words is None else words[rows],
     )
     return replace(
         inputs,

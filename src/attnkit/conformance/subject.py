@@ -87,6 +87,7 @@ class Subject:
         {"mm_prefix": True, "sliding_window": 7},
         {"rswa": True, "sliding_window": 5},
         {"chunk_pages": 1},
+        {"tree": True},
     )
     """Fields of a `Case` that laws are tried with, the plain layer first."""
 
@@ -180,6 +181,7 @@ class Subject:
             "use_non_causal": case.attn_type is AttentionType.DECODER and case.causal is not True,
             "use_mm_prefix": case.mm_prefix,
             "use_rswa": case.rswa,
+            "use_tree_mask": case.tree,
             "attention_chunk_size": case.attention_chunk_size,
         }
         try:

@@ -106,6 +106,9 @@ class TwinImpl(AttentionImpl[CommonAttentionMetadata]):
             ahead = self.ahead(q.shape[0], k.shape[0])
             seen = self.seen(ahead, self.causal(attn_metadata, request))
             seen = seen | self.in_prefix(ahead, self.prefix(attn_metadata, request))
+            words = self.words(attn_metadata, rows)
+            if words is not None:
+                seen = self.of_tree(seen, ahead, words)
             for span in self.ranges(attn_metadata, request):
                 seen = self.with_range(seen, ahead, *span)
             k, v = self.per_query_head(k), self.per_query_head(v)
@@ -174,6 +177,21 @@ class TwinImpl(AttentionImpl[CommonAttentionMetadata]):
 
     def inside(self, positions: Tensor, first: int, last: int) -> Tensor:
         return (first <= positions) & (positions <= last)
+
+    def words(self, batch: CommonAttentionMetadata, rows: slice) -> Tensor | None:
+        """int64 (q_len,), where the request is a tree."""
+        if batch.tree_mask is None or not bool(batch.tree_mask[rows].any()):
+            return None
+        return batch.tree_mask[rows]
+
+    def of_tree(self, seen: Tensor, ahead: Tensor, words: Tensor) -> Tensor:
+        q_len, kv_len = ahead.shape
+        new = self.new(torch.arange(kv_len), kv_len - q_len)
+        return (new < 0) | (words[:, None] >> new.clamp(0, 63) & 1).bool()
+
+    def new(self, keys: Tensor, context: int) -> Tensor:
+        """Which of the step's own tokens a key is; negative: none."""
+        return keys - context
 
     def per_query_head(self, x: Tensor) -> Tensor:
         return x.float().repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
@@ -272,6 +290,10 @@ class TwinBackend(AttentionBackend):
 
     @classmethod
     def supports_rswa(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_tree_mask(cls) -> bool:
         return True
 
     @classmethod

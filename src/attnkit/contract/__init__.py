@@ -9,6 +9,7 @@ One module exports every name. What each means stands in the file it is defined 
     mla            MLADimensions: sizes of a layer that keeps latents
     metadata       CommonAttentionMetadata: one batch
     spans          ranges and prefixes of a batch, checked, and per token for kernels
+    tree           which of the step's own tokens a drafted one sees
     variant        AttentionVariant: score and mask of a layer
     kv_cache_spec  what a layer keeps in the cache, and how pages lie in memory
     quant          cache formats and keys of quantised outputs
@@ -76,6 +77,7 @@ from attnkit.contract.quant import (
     kv_cache_torch_dtype,
 )
 from attnkit.contract.spans import check_prefix_lens, check_ranges
+from attnkit.contract.tree import check_tree_words, tree_words
 from attnkit.contract.types import AttentionCGSupport, AttentionType, MultipleOf
 from attnkit.contract.variant import AttentionVariant
 
@@ -123,6 +125,7 @@ __all__ = [
     "VllmConfig",
     "check_prefix_lens",
     "check_ranges",
+    "check_tree_words",
     "get_kv_quant_mode",
     "get_parallel_context",
     "kFp8Dynamic64Sym",
@@ -134,4 +137,5 @@ __all__ = [
     "parallel_context",
     "subclass_attention_backend",
     "subclass_attention_backend_with_overrides",
+    "tree_words",
 ]

@@ -431,6 +431,11 @@ class AttentionBackend(ABC):
         return False
 
     @classmethod
+    def supports_tree_mask(cls) -> bool:
+        """Drafts that branch (`tree_mask` of a batch)."""
+        return False
+
+    @classmethod
     def supports_head_size_v(cls, head_size: int, head_size_v: int) -> bool:
         """Whether values of size `head_size_v` work beside keys of `head_size`."""
         return head_size == head_size_v

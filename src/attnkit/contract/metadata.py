@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from attnkit.contract.spans import check_prefix_lens, spans_of_tokens
+from attnkit.contract.tree import check_tree_words
 from attnkit.errors import BatchError
 
 _CACHES = (
@@ -121,6 +122,10 @@ class CommonAttentionMetadata:
     replayssm_decode_base_cpu: torch.Tensor | None = None
     """int32 (R,) host: computed tokens at the last full state write of the current decode run, from
     which an SSM's replay ring counts."""
+    tree_mask: torch.Tensor | None = field(default=None, kw_only=True)
+    """int64 (T,): bit j of a token's word says that it sees its request's j-th token of this step,
+    whatever `causal` says; the context before the step is seen by all. A request whose words are 0 is no
+    tree. None: no request is."""
 
     _num_computed_tokens_cache: torch.Tensor | None = None
     _token_to_req_indices_cache: torch.Tensor | None = None
@@ -227,6 +232,26 @@ class CommonAttentionMetadata:
             check_prefix_lens(prefixes.tolist(), self.seq_lens[: self.num_reqs].tolist())
         return prefixes
 
+    def checked_tree_mask(self) -> torch.Tensor | None:
+        """`tree_mask`, checked as far as that needs no wait for a device; builders that do trees call
+        this.
+
+        Raises:
+            BatchError: its shape or dtype is another; or, on the host, its words are no tree.
+        """
+        words = self.tree_mask
+        if words is None:
+            return None
+        num_tokens = int(self.query_start_loc_cpu[-1])
+        if words.dim() != 1 or words.shape[0] < num_tokens or words.dtype != torch.int64:
+            raise BatchError(
+                f"tree_mask is {words.dtype} of shape {tuple(words.shape)}; give torch.int64 of shape "
+                f"({num_tokens},)"
+            )
+        if words.device.type == "cpu" and self.query_start_loc.device.type == "cpu":
+            check_tree_words(words.numpy(), self.query_start_loc.numpy())
+        return words.contiguous()
+
     def host_seq_lens(self, what: str) -> torch.Tensor:
         """int32 (R,): lengths on the host, exact for prefills, without waiting for a device.
 
@@ -254,6 +279,8 @@ class CommonAttentionMetadata:
         changed = self._of_requests(slice(0, num_actual_reqs))
         if self.positions is not None:
             changed["positions"] = self.positions[..., :num_actual_tokens]
+        if self.tree_mask is not None:
+            changed["tree_mask"] = self.tree_mask[:num_actual_tokens]
         return self.replace(
             query_start_loc=self.query_start_loc[: num_actual_reqs + 1],
             query_start_loc_cpu=self.query_start_loc_cpu[: num_actual_reqs + 1],
@@ -280,6 +307,8 @@ class CommonAttentionMetadata:
         changed = self._of_requests(slice(first, end))
         if self.positions is not None:
             changed["positions"] = self.positions[..., tokens]
+        if self.tree_mask is not None:
+            changed["tree_mask"] = self.tree_mask[tokens]
         query_lens = starts[first : end + 1].diff()
         return self.replace(
             query_start_loc=self.query_start_loc[first : end + 1] - self.query_start_loc[first],

@@ -168,6 +168,8 @@ struct unit {
   int rows;
   struct span span[MAX_ROWS]; /* of keys that a row sees, beside those below `prefix` */
   int64_t prefix;
+  int64_t context;         /* keys before the request's new tokens */
+  uint64_t tree[MAX_ROWS]; /* which of those a row sees; all 0: as the spans say */
   struct span keys[MAX_ROWS]; /* of them, those of the run at hand */
   int64_t head[MAX_ROWS];
   float largest[MAX_ROWS], denominator[MAX_ROWS]; /* of the scores, in base 2 */
@@ -241,6 +243,11 @@ static void decode_rows(const struct codes *c, const char **rows, int from, int 
   for (int t = to; t % KEYS; ++t) rows[t] = rows[to - 1];
 }
 
+/* Whether a row of a tree sees a key, as far as the tree is concerned. */
+INLINE int in_tree(const struct unit *u, int row, int64_t key) {
+  return key < u->context || u->tree[row] >> ((key - u->context) & 63) & 1;
+}
+
 /* Turn raw scores of ROWS rows over a tile into weights, and rescale their earlier sums. A lane is
  * one row and one of KEYS neighbouring keys; its denominator counts those keys alone. Rows that do
  * not exist see nothing. */
@@ -268,6 +275,11 @@ static void softmax_block(const struct job *j, struct unit *u, int64_t base, int
       }
       const vec_i in_tile = (key >= (int32_t)base + from) & (key < (int32_t)base + to);
       s[g] = pick((key >= lo) & (key < hi) & in_tile, x, splat(-INFINITY));
+      if (u->tree[0] && base + TILE > u->context)
+        for (int n = 0; n < LANES; ++n) {
+          const int row = (lane + n) / KEYS;
+          if (row < u->rows && !in_tree(u, row, key[n])) s[g][n] = -INFINITY;
+        }
       best = larger(s[g], best);
     }
     const vec before = load_vec(u->lane.largest + lane),
@@ -316,6 +328,14 @@ static void add_values(const struct job *j, const struct unit *u, int64_t base, 
   }
   if (all.lo > all.hi) all.lo = all.hi = to;
   float *acc = u->acc + first * width;
+  if (u->tree[0] && base + TILE > u->context) {
+    for (int r = 0; r < rows; ++r)
+      for (int t = seen[r].lo, end; t < seen[r].hi; t = end + 1) {
+        for (end = t; end < seen[r].hi && in_tree(u, first + r, base + end);) ++end;
+        one_row(weights + r * KEYS, values, pieces, t, end, acc + r * width, width, NULL, 0);
+      }
+    return;
+  }
   for (int r = 0; r < rows; ++r)
     one_row(weights + r * KEYS, values, pieces, seen[r].lo,
             seen[r].hi < all.lo ? seen[r].hi : all.lo, acc + r * width, width, NULL, 0);
@@ -462,6 +482,7 @@ static struct span prepare_rows(const struct job *j, struct unit *u) {
     const int exists = r < u->rows;
     u->head[r] = head;
     u->span[r] = exists ? visible_keys(b, l, u->req, i) : (struct span){0, 0};
+    u->tree[r] = exists ? tree_word(b, u->req, i) : 0;
     for (int n = r * KEYS; n < (r + 1) * KEYS; ++n) {
       u->lane.pos[n] = context + i;
       u->lane.slope[n] = l->slopes && exists ? l->slopes[head] * 1.44269504f : 0.0f;
@@ -476,6 +497,7 @@ static struct span prepare_rows(const struct job *j, struct unit *u) {
     }
   }
   u->prefix = prefix_of(b, l, u->req);
+  u->context = context;
   show_keys(u, (struct span){0, NO_LIMIT}, 0);
   return all;
 }

@@ -41,6 +41,7 @@ class Request:
         window: keys seen to the left, the query's own included, and without `causal` to the right.
         spans: int (q_len, 2): keys [start, end) that a query sees besides; None: none.
         prefix: keys below this are not left of any window.
+        tree: int64 (q_len,), bit j: this query sees the key of the j-th; None or 0: as the rest says.
         read: its keys and values; asked for each position at most once.
     """
 
@@ -51,6 +52,7 @@ class Request:
     window: int | None
     spans: torch.Tensor | None
     prefix: int
+    tree: torch.Tensor | None = None
     read: ReadKV
 
     def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,6 +69,16 @@ class Request:
         if self.spans is not None:
             lo, hi = lo.minimum(self.spans[:, 0]), hi.maximum(self.spans[:, 1])
         return lo, hi
+
+    def in_tree(self, first: int, last: int, position: torch.Tensor) -> torch.Tensor | None:
+        """bool (last - first, keys): the keys at these positions that queries first to last see of their
+        tree; None: all."""
+        context = self.kv_len - self.q_len
+        if self.tree is None or int(position[-1]) < context or not bool(self.tree.any()):
+            return None
+        new = position - context
+        seen = (self.tree[first:last, None] >> new.clamp(0, 63)) & 1
+        return (new < 0) | (seen != 0)
 
 
 class _Sums(NamedTuple):
@@ -153,6 +165,9 @@ def _attend_request(
             if (los[i][1] > lo and hi > prefix) or his[i][0] < hi:
                 mask = (position >= row_lo[first:last, None]) | (position < prefix)
                 mask &= position < row_hi[first:last, None]
+            tree = request.in_tree(first, last, position)
+            if tree is not None:
+                mask = tree if mask is None else mask & tree
             if variant.alibi_slopes is not None:
                 shift = request.kv_len - request.q_len
                 ahead = position - torch.arange(shift + first, shift + last)[:, None]

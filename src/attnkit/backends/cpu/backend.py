@@ -136,6 +136,10 @@ class CpuBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_tree_mask(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_non_causal(cls) -> bool:
         return True
 
@@ -330,6 +334,7 @@ class CpuImpl(AttentionImpl[CpuMetadata]):
         starts, causal = plan.query_start_loc.tolist(), plan.causal.tolist()
         is_decoder = variant.attn_type is AttentionType.DECODER
         spans = plan.spans if is_decoder else None
+        tree = plan.tree if is_decoder else None
         prefixes = [0] * len(causal)
         if is_decoder and plan.prefix_lens is not None:
             prefixes = plan.prefix_lens.tolist()
@@ -344,6 +349,7 @@ class CpuImpl(AttentionImpl[CpuMetadata]):
                     causal=is_decoder and causal[request],
                     window=variant.sliding_window,
                     spans=None if spans is None else spans[start:end],
+                    tree=None if tree is None else tree[start:end],
                     prefix=prefixes[request],
                     read=_Tokens(key[start:end], value[start:end])
                     if cacheless

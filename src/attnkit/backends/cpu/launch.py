@@ -63,6 +63,7 @@ class _Batch(ctypes.Structure):
         ("table_stride", _INT),
         ("spans", _POINTER),
         ("prefix_lens", _POINTER),
+        ("tree", _POINTER),
     )
 
 
@@ -111,6 +112,7 @@ class NativeBatch:
         block_table: torch.Tensor | None,
         spans: torch.Tensor | None = None,
         prefix_lens: torch.Tensor | None = None,
+        tree: torch.Tensor | None = None,
     ) -> NativeBatch:
         """Pack rows `served` of a batch of R requests.
 
@@ -123,6 +125,7 @@ class NativeBatch:
                 of K and V at its own tokens, and `seq_lens` is not read.
             spans: int32 (T, 2), keys [start, end) that a token sees beside the layer's mask.
             prefix_lens: int32 (R,), keys below are not left of any window.
+            tree: int64 (T,), which of its request's tokens a token sees, bit by bit; 0: no tree.
         """
         for tensor, dtype in (
             (served, torch.int32),
@@ -139,6 +142,8 @@ class NativeBatch:
         for tensor in (spans, prefix_lens):
             assert tensor is None or tensor.dtype == torch.int32, "a mask is not int32"
             assert tensor is None or tensor.is_contiguous(), "a mask is not dense"
+        assert tree is None or tree.dtype == torch.int64, "a tree is not int64"
+        assert tree is None or tree.is_contiguous(), "a tree is not dense"
         struct = _Batch(
             served.shape[0],
             served.data_ptr(),
@@ -149,12 +154,13 @@ class NativeBatch:
             0 if block_table is None else block_table.stride(0),
             None if spans is None else spans.data_ptr(),
             None if prefix_lens is None else prefix_lens.data_ptr(),
+            None if tree is None else tree.data_ptr(),
         )
         return cls(
             ctypes.addressof(struct),
             0 if block_table is None else block_table.shape[1],
             struct,
-            (served, query_start_loc, seq_lens, causal, block_table, spans, prefix_lens),
+            (served, query_start_loc, seq_lens, causal, block_table, spans, prefix_lens, tree),
         )
 
 

@@ -41,6 +41,7 @@ class CpuMetadata(AttentionMetadata):
         encoder_seq_lens: int32 (R,), keys of cross attention.
         spans: int32 (T, 2), keys that a token sees beside its layer's mask (`mm_token_spans`).
         prefix_lens: int32 (R,), keys below are not left of any window.
+        tree: int64 (T,), which of its request's tokens a token sees (`tree_mask`).
     """
 
     num_actual_tokens: int
@@ -54,6 +55,7 @@ class CpuMetadata(AttentionMetadata):
     encoder_seq_lens: torch.Tensor | None
     spans: torch.Tensor | None
     prefix_lens: torch.Tensor | None
+    tree: torch.Tensor | None
 
     # Packed when the first layer of a kind asks: a plan does not know the layers it is for.
 
@@ -68,6 +70,7 @@ class CpuMetadata(AttentionMetadata):
             self.block_table,
             self.spans,
             self.prefix_lens,
+            self.tree,
         )
 
     @cached_property
@@ -150,6 +153,7 @@ class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
             encoder_seq_lens=None if encoder is None else _int32(encoder[:num_reqs]),
             spans=batch.mm_token_spans(),
             prefix_lens=None if prefix_lens is None else prefix_lens.contiguous(),
+            tree=batch.checked_tree_mask(),
         )
 
     def update_block_table(

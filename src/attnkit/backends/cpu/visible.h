@@ -21,6 +21,7 @@ struct batch {
   int64_t table_stride;
   const int32_t *spans;       /* (num_tokens, 2) keys a token sees beside the layer's mask; or NULL */
   const int32_t *prefix_lens; /* (num_reqs,) keys below are not left of any window; or NULL */
+  const int64_t *tree; /* (num_tokens,) bit j: sees its request's j-th new token; or NULL */
 };
 
 struct layer {
@@ -59,6 +60,11 @@ static inline struct span keys_of_request(const struct batch *b, const struct la
                                           int64_t req) {
   const int64_t query_len = b->query_start_loc[req + 1] - b->query_start_loc[req];
   return (struct span){visible_keys(b, l, req, 0).lo, visible_keys(b, l, req, query_len - 1).hi};
+}
+
+/* The word of query i of a request; 0: the request is no tree. */
+static inline uint64_t tree_word(const struct batch *b, int64_t req, int64_t i) {
+  return b->tree ? (uint64_t)b->tree[b->query_start_loc[req] + i] : 0;
 }
 
 /* End of the keys that no window hides. */

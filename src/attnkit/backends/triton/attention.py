@@ -23,6 +23,7 @@ from attnkit.backends.triton.tile import (
     finish,
     first_key_of,
     head_scale,
+    in_tree,
     load_key_value,
     load_rows,
     load_scales,
@@ -75,6 +76,8 @@ def attend_run(
     row_end,
     window,
     prefix,
+    words,
+    context,
     positions,
     slopes,
     log2_scale,
@@ -101,7 +104,7 @@ def attend_run(
 
     MASKED: keys outside first_key to end_key, which no row of the tile sees, are not loaded (they may
     be NaN, and 0 * NaN is NaN), and each row sees only row_first to row_end. Keys below `prefix` are
-    left of nothing.
+    left of nothing. `words`, one per row, are of trees whose tokens begin at key `context`.
     """
     page = pages_of(table_ptr, run_start, run_end, PAGE_SIZE, BLOCK_N)
     for tile_start in range(run_start, run_end, BLOCK_N):
@@ -172,6 +175,8 @@ def attend_run(
                 if prefix is not None:
                     right = right | (keys < prefix)[None, :]
                 seen = seen & right
+            if words is not None:
+                seen = seen & in_tree(words, keys, context)
             s = tl.where(seen, s, float("-inf"))
         weights, top, total, fade = online_softmax(s, top, total, log2_scale)
         acc = add_values(acc, fade, weights, v, v_scales)
@@ -187,6 +192,7 @@ def attend_run(
         "causal_ptr",
         "spans_ptr",
         "prefix_lens_ptr",
+        "tree_ptr",
     ],
 )
 def attention_kernel(
@@ -205,6 +211,7 @@ def attention_kernel(
     causal_ptr,
     spans_ptr,
     prefix_lens_ptr,
+    tree_ptr,
     slopes_ptr,
     sinks_ptr,
     num_reqs,
@@ -313,6 +320,12 @@ def attention_kernel(
         end_key = tl.max(tl.where(live, row_end, 0), 0)
         all_first = tl.max(tl.where(live, row_first, 0), 0)
         all_end = tl.min(tl.where(live, row_end, EVERYTHING), 0)
+    words = None
+    if tree_ptr is not None:
+        # Rows of a tree see the context whole and no more.
+        words = tl.load(tree_ptr + token, mask=live, other=0)
+        is_tree = tl.max((words != 0).to(tl.int32), 0) != 0
+        all_end = tl.where(is_tree, tl.minimum(all_end, shift), all_end)
     start = first_key // BLOCK_N * BLOCK_N
     whole_start = tl.minimum(tl.cdiv(all_first, BLOCK_N) * BLOCK_N, end_key)
     prefix = None
@@ -363,6 +376,8 @@ def attention_kernel(
             row_end,
             window,
             prefix,
+            words,
+            shift,
             positions,
             slopes,
             log2_scale,

@@ -120,6 +120,10 @@ class TritonBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_tree_mask(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_non_causal(cls) -> bool:
         return True
 

@@ -22,6 +22,7 @@ from attnkit.backends.triton.tile import (
     first_key_of,
     fold,
     head_scale,
+    in_tree,
     load_key_value,
     load_rows,
     load_scales,
@@ -98,6 +99,7 @@ def segment_len_of(span, max_segments, SEGMENT: tl.constexpr, BLOCK_N: tl.conste
         "causal_ptr",
         "spans_ptr",
         "prefix_lens_ptr",
+        "tree_ptr",
     ],
 )
 def decode_kernel(
@@ -119,6 +121,7 @@ def decode_kernel(
     causal_ptr,
     spans_ptr,
     prefix_lens_ptr,
+    tree_ptr,
     slopes_ptr,
     sinks_ptr,
     max_query_len,
@@ -235,6 +238,8 @@ def decode_kernel(
     row_end = end_key_of(positions, kv_len, reach)
     if spans_ptr is not None:
         row_first, row_end = with_spans(spans_ptr, token, live, row_first, row_end)
+    if tree_ptr is not None:
+        words = tl.load(tree_ptr + token, mask=live, other=0)
     columns = tl.arange(0, BLOCK_DV)
     value_columns = columns < HEAD_SIZE_V
     part_row = (request * part_rows + query) * (NUM_KV_HEADS * GROUP_SIZE) + head
@@ -326,6 +331,8 @@ def decode_kernel(
                 if prefix_lens_ptr is not None:
                     right = right | (keys < prefix)[None, :]
                 seen = seen & right
+            if tree_ptr is not None:
+                seen = seen & in_tree(words, keys, kv_len - query_len)
             s = tl.where(seen, s, float("-inf"))
             weights, seg_top, seg_total, fade = online_softmax(s, seg_top, seg_total, log2_scale)
             seg_acc = add_values(seg_acc, fade, weights, v, v_scales)

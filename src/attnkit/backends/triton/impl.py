@@ -122,6 +122,7 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             causal=plan.causal if is_decoder else False,
             spans=plan.spans if is_decoder else None,
             prefix_lens=plan.prefix_lens if is_decoder else None,
+            tree=plan.tree if is_decoder else None,
         )
         decoded = 0
         if not cacheless:

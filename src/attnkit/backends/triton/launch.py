@@ -376,6 +376,7 @@ def _tensors(o: Operands, variant: AttentionVariant) -> dict[str, torch.Tensor |
         "spans_ptr": o.spans,
         # Without a window there is nothing that a prefix could be an exception to.
         "prefix_lens_ptr": None if _window(variant) is None else o.prefix_lens,
+        "tree_ptr": o.tree,
         "slopes_ptr": variant.alibi_slopes,
         "sinks_ptr": variant.sinks,
     }

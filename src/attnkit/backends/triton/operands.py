@@ -31,6 +31,8 @@ class Operands:
         spans: int32 (T, 2), dense: keys [start, end) that a token sees beside the layer's mask, as
             `CommonAttentionMetadata.mm_token_spans` makes them; None: no token sees any.
         prefix_lens: int32 (R,): keys below are not left of any window; None: no request has any.
+        tree: int64 (T,), dense: which of its request's tokens a token sees, as
+            `CommonAttentionMetadata.tree_mask` says; None: no request is a tree.
     """
 
     query: torch.Tensor
@@ -43,6 +45,7 @@ class Operands:
     causal: bool | torch.Tensor
     spans: torch.Tensor | None = None
     prefix_lens: torch.Tensor | None = None
+    tree: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         q, out, lse = self.query, self.output, self.lse
@@ -63,6 +66,8 @@ class Operands:
         assert self.query_start_loc.shape[0] == self.num_reqs + 1, self.query_start_loc.shape
         spans = self.spans
         assert spans is None or (spans.dtype == torch.int32 and spans.is_contiguous()), spans
+        tree = self.tree
+        assert tree is None or (tree.dtype == torch.int64 and tree.is_contiguous()), tree
 
     @property
     def num_reqs(self) -> int:

@@ -54,6 +54,7 @@ class TritonMetadata:
         causal: of all requests, or bool (R,).
         spans: int32 (T, 2), keys that a token sees beside its layer's mask (`mm_token_spans`).
         prefix_lens: int32 (R,), keys below are not left of any window.
+        tree: int64 (T,), which of its request's tokens a token sees (`tree_mask`).
         max_query_len: no request has more queries.
         min_query_len: no request but an empty one has fewer.
         max_kv_len: no request has more keys; sizes memory, never masks.
@@ -71,6 +72,7 @@ class TritonMetadata:
     causal: bool | torch.Tensor
     spans: torch.Tensor | None
     prefix_lens: torch.Tensor | None
+    tree: torch.Tensor | None
     max_query_len: int
     min_query_len: int
     max_kv_len: int
@@ -120,6 +122,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             causal=batch.causal,
             spans=batch.mm_token_spans(),
             prefix_lens=batch.checked_rswa_prefix_lens(),
+            tree=batch.checked_tree_mask(),
             max_query_len=batch.max_query_len,
             min_query_len=_min_query_len(batch),
             max_kv_len=max_kv_len,

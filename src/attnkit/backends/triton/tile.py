@@ -77,6 +77,16 @@ def with_spans(spans_ptr, tokens, live, row_first, row_end):
 
 
 @triton.jit
+def in_tree(words, keys, context):
+    """(rows, keys): of a tree's own tokens, which begin at key `context`, a row sees those whose bits
+    are set in its word; of the context, and where the word is 0, all."""
+    new = keys - context
+    place = tl.minimum(tl.maximum(new, 0), 63).to(tl.int64)
+    bit = (words[:, None] >> place[None, :]) & 1
+    return (bit != 0) | (new < 0)[None, :] | (words == 0)[:, None]
+
+
+@triton.jit
 def request_flag(causal_ptr, causal, request):
     """Whether this request is causal: its own entry where the batch has one per request."""
     flag = causal

@@ -42,6 +42,7 @@ def chunked_local(backend: type[AttentionBackend]) -> type[AttentionBackend]:
             "get_builder_cls": staticmethod(lambda: Builder),
             # How many rows there may be is counted from the host's lengths.
             "supports_device_cpu_query_lens_mismatch": classmethod(lambda cls: False),
+            "supports_tree_mask": classmethod(lambda cls: False),
         },
     )
 
@@ -114,10 +115,10 @@ def virtual_batch(
         block_size: tokens in a block of the block table.
 
     Raises:
-        BatchError: the batch has ranges, which may cross chunks, or shares of lengths over ranks, or no
-            lengths on the host.
+        BatchError: the batch has ranges, which may cross chunks, or shares of lengths over ranks, or a
+            tree mask, or no lengths on the host.
     """
-    for name in ("mm_req_doc_ranges", "dcp_local_seq_lens"):
+    for name in ("mm_req_doc_ranges", "dcp_local_seq_lens", "tree_mask"):
         if getattr(batch, name) is not None:
             raise BatchError(
                 f"the batch has {name}, which chunked local attention does not do; leave it out"

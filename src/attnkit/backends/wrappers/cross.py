@@ -63,6 +63,7 @@ def cross_attention(backend: type[AttentionBackend]) -> type[AttentionBackend]:
             "supports_alibi_sqrt": classmethod(lambda cls: False),
             "supports_mm_prefix": classmethod(lambda cls: False),
             "supports_rswa": classmethod(lambda cls: False),
+            "supports_tree_mask": classmethod(lambda cls: False),
             "supports_non_causal": classmethod(lambda cls: False),
             # The layer's write goes to slots of the decoder's tokens.
             "forward_includes_kv_cache_update": True,
@@ -149,6 +150,7 @@ def encoder_side(batch: CommonAttentionMetadata, block_size: int) -> CommonAtten
         positions=None,
         mm_req_doc_ranges=None,
         rswa_prefix_lens=None,
+        tree_mask=None,
         encoder_seq_lens=None,
         encoder_seq_lens_cpu=None,
     )

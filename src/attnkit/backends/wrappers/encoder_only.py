@@ -65,6 +65,7 @@ def encoder_only(backend: type[AttentionBackend]) -> type[AttentionBackend]:
             "supports_kv_cache_dtype": classmethod(lambda cls, name: name in (None, "auto")),
             "supports_mm_prefix": classmethod(lambda cls: False),
             "supports_rswa": classmethod(lambda cls: False),
+            "supports_tree_mask": classmethod(lambda cls: False),
             "supports_non_causal": classmethod(lambda cls: False),
             # Scratch pages are given out by the host's lengths.
             "supports_device_cpu_query_lens_mismatch": classmethod(lambda cls: False),
@@ -141,6 +142,7 @@ class EncoderOnlyBuilder(AttentionMetadataBuilder[EncoderOnlyMetadata]):
             causal=False,
             mm_req_doc_ranges=None,
             rswa_prefix_lens=None,
+            tree_mask=None,
         )
         return EncoderOnlyMetadata(
             num_actual_tokens=batch.num_actual_tokens,

@@ -48,6 +48,8 @@ def fast_prefill(backend: type[AttentionBackend]) -> type[AttentionBackend]:
             "get_builder_cls": staticmethod(lambda: Builder),
             "get_impl_cls": staticmethod(lambda: Impl),
             "supports_device_cpu_query_lens_mismatch": classmethod(lambda cls: False),
+            # Words count a request's tokens of the step, of which some are left out.
+            "supports_tree_mask": classmethod(lambda cls: False),
         },
     )
 

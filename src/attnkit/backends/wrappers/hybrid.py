@@ -224,6 +224,7 @@ for _name in (
     "supports_per_head_quant_scales",
     "supports_sliding_window",
     "supports_rswa",
+    "supports_tree_mask",
     "supports_non_causal",
     "supports_kv_connector",
     "supports_device_cpu_query_lens_mismatch",
