@@ -17,13 +17,13 @@ from dataclasses import asdict
 
 import torch
 
-from attnkit.conformance import Outcome, Report, Subject, all_checks
-from attnkit.conformance.verify import outcome_of
+from attnkit.conformance import Outcome, Report, all_checks
+from attnkit.conformance.verify import outcome_of, subject_of
 
 
 def _judge(work: tuple[str, str, int, int]) -> list[Outcome]:
     backend, device, first, step = work
-    subject = Subject.of(backend, device)
+    subject = subject_of(backend, device)
     return [outcome_of(check) for check in all_checks(subject)[first::step]]
 
 

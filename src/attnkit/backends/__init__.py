@@ -12,6 +12,7 @@ BACKENDS: dict[str, str] = {
 }
 
 MLA_BACKENDS: dict[str, str] = {
+    "triton_mla": "attnkit.backends.triton.mla:TritonMLABackend",
     "cpu_mla": "attnkit.backends.cpu.mla:CpuMLABackend",
     "reference_mla": "attnkit.backends.reference_mla:ReferenceMLABackend",
 }

@@ -28,6 +28,7 @@ from triton.compiler import ASTSource
 from attnkit.backends.triton import configs, launch
 from attnkit.backends.triton.operands import Operands, Parts
 from attnkit.backends.triton.stored import Stored
+from attnkit.conformance.mla.compile import mla_variants
 from attnkit.contract import AttentionVariant, DeviceCapability
 from attnkit.errors import ConfigurationError
 from attnkit.kvcache.formats import CACHE_FORMATS, cache_format
@@ -207,6 +208,7 @@ def _variants(gpu: configs.Gpu) -> Iterator[tuple[str, launch.KernelCall]]:
     yield _write("write-bf16-128", 128, bf16)
     yield _write("write-bf16-80", 80, bf16)
     yield _write("write-fp32-128-cache-bf16", 128, fp32, cache=bf16)
+    yield from mla_variants(gpu)
 
 
 Cache = torch.dtype | str

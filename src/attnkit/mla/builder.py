@@ -16,6 +16,7 @@ from attnkit.contract import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
     KVCacheSpec,
+    max_decode_query_len,
 )
 from attnkit.mla.plan import ContextChunk, DecodePart, MLAMetadata, PrefillPart, Span, plan_chunks
 from attnkit.upload import Upload
@@ -76,7 +77,9 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
                 seq_lens=batch.seq_lens[:num_decodes],
                 block_table=batch.block_table_tensor[:num_decodes],
                 # Single lengths may differ on the device, where drafts were moved.
-                max_query_len=max(threshold, int(query_lens[:num_decodes].max())),
+                max_query_len=max(
+                    max_decode_query_len(self.vllm_config), int(query_lens[:num_decodes].max())
+                ),
                 max_seq_len=batch.max_seq_len,
             )
         if num_tokens > num_decode_tokens:

@@ -116,7 +116,8 @@ def attention_config(
     else:
         # 184 registers; 64 rows spill.
         config = KernelConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)
-    return _fit(config, head_size, head_size_v, itemsize, kv_itemsize, gpu)
+    columns, columns_v = padded(head_size), padded(head_size_v)
+    return _fit(config, columns, columns + columns_v, itemsize, kv_itemsize, gpu)
 
 
 def decode_config(
@@ -160,7 +161,45 @@ def decode_config(
     else:
         # 172 registers; four warps spill.
         config = DecodeConfig(block_m=16, block_n=32, num_warps=8, num_stages=2)
-    return _fit(config, head_size, head_size_v, itemsize, kv_itemsize, gpu)
+    columns, columns_v = padded(head_size), padded(head_size_v)
+    return _fit(config, columns, columns + columns_v, itemsize, kv_itemsize, gpu)
+
+
+def mla_decode_config(
+    rank: int, rope: int, itemsize: int, kv_itemsize: int, rows: int, page_size: int, gpu: Gpu
+) -> DecodeConfig:
+    """Tile of the decode kernel over latents, whose accumulator of 64 rows of 512 alone is half of a
+    multiprocessor's registers. Not timed yet: chosen by what fits without spilling.
+
+    Args:
+        rank: of the latent.
+        rope: of the rotated part.
+        itemsize: bytes of a query element.
+        kv_itemsize: bytes of an element of the cache.
+        rows: query rows of a request, at most: queries times heads.
+        page_size: tokens in a page.
+        gpu: where it runs.
+    """
+    if itemsize == 4:
+        stages = 1 if kv_itemsize == 1 else 2  # As in `attention_config`.
+        config = DecodeConfig(block_m=16, block_n=16, num_warps=8, num_stages=stages, segment=512)
+    elif rows <= 16 or not gpu.has_wgmma:
+        # 128 registers; with four warps codes that are converted take all there are.
+        warps = 8 if kv_itemsize == 1 else 4
+        config = DecodeConfig(block_m=16, block_n=32, num_warps=warps, num_stages=2, segment=512)
+    elif kv_itemsize != itemsize:
+        # 254 registers: tiles wait in them for their conversion.
+        config = DecodeConfig(block_m=64, block_n=32, num_warps=8, num_stages=2, segment=512)
+    elif rows <= 32:
+        config = DecodeConfig(block_m=32, block_n=32, num_warps=8, num_stages=3, segment=512)
+    elif page_size % 64 == 0:
+        # 246 registers.
+        config = DecodeConfig(block_m=64, block_n=64, num_warps=8, num_stages=2, segment=512)
+    else:
+        # 64 keys with pages of their own spill.
+        config = DecodeConfig(block_m=64, block_n=32, num_warps=8, num_stages=3, segment=512)
+    columns = padded(rank) + padded(rope)
+    return _fit(config, columns, columns, itemsize, kv_itemsize, gpu)
 
 
 def padded(size: int) -> int:
@@ -207,15 +246,20 @@ def num_splits(
 
 
 def _fit(
-    config: _Config, head_size: int, head_size_v: int, itemsize: int, kv_itemsize: int, gpu: Gpu
+    config: _Config, columns: int, kv_columns: int, itemsize: int, kv_itemsize: int, gpu: Gpu
 ) -> _Config:
-    """The config with fewer stages, then fewer keys, until it fits the shared memory."""
-    columns, columns_v = padded(head_size), padded(head_size_v)
+    """The config with fewer stages, then fewer keys, until it fits the shared memory.
+
+    Args:
+        config: to fit.
+        columns: of a tile of queries.
+        kv_columns: of a tile of K and V together.
+    """
     # Besides queries and K/V tiles: a converted copy of those of another dtype, and scratch.
     fixed = config.block_m * columns * itemsize + 4096
     while True:
         buffers = max(1, config.num_stages - (0 if gpu.has_wgmma and config.block_m >= 64 else 1))
-        tile = config.block_n * (columns + columns_v)
+        tile = config.block_n * kv_columns
         copy = tile * itemsize if itemsize != kv_itemsize else 0
         if fixed + buffers * tile * kv_itemsize + copy <= gpu.shared_memory:
             return config

@@ -7,6 +7,7 @@ from their shapes. Host code; does not need Triton.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -97,6 +98,17 @@ class Operands:
         return int(offset) if in_row else None
 
 
+class SplitOperands(Protocol):
+    """What the memory for parts depends on."""
+
+    @property
+    def query(self) -> torch.Tensor: ...
+    @property
+    def output(self) -> torch.Tensor: ...
+    @property
+    def num_reqs(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Parts:
     """Where programs that share a request leave the states of its segments.
@@ -116,14 +128,14 @@ class Parts:
     max_segments: int
 
     @staticmethod
-    def numel(operands: Operands, part_rows: int, max_segments: int) -> int:
+    def numel(operands: SplitOperands, part_rows: int, max_segments: int) -> int:
         """float32 elements that `of` needs."""
         rows = operands.num_reqs * part_rows * operands.query.shape[1]
         return rows * max_segments * (operands.output.shape[-1] + 2)
 
     @classmethod
     def of(
-        cls, memory: torch.Tensor, operands: Operands, part_rows: int, max_segments: int
+        cls, memory: torch.Tensor, operands: SplitOperands, part_rows: int, max_segments: int
     ) -> Parts:
         """Lay the three out in float32 memory of at least `numel` elements."""
         num_parts = operands.num_reqs * part_rows * operands.query.shape[1] * max_segments

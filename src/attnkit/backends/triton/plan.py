@@ -126,7 +126,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             max_query_len=batch.max_query_len,
             min_query_len=_min_query_len(batch),
             max_kv_len=max_kv_len,
-            longest_to_mean=_longest_to_mean(kv_lens_cpu),
+            longest_to_mean=longest_to_mean(kv_lens_cpu),
             decode_query_len=self._decode_query_len,
             is_captured=False,
             workspace=self._workspace,
@@ -183,7 +183,7 @@ def _min_query_len(batch: CommonAttentionMetadata) -> int:
     return int(query_lens[there].min())
 
 
-def _longest_to_mean(kv_lens_cpu: torch.Tensor | None) -> float:
+def longest_to_mean(kv_lens_cpu: torch.Tensor | None) -> float:
     """Ratio of the longest to the mean context, padding rows aside."""
     if kv_lens_cpu is None:
         return 1.0

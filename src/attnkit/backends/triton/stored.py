@@ -108,7 +108,7 @@ class Stored:
         key, value = data[..., : layout.k_scales], data[..., layout.v_codes : layout.v_scales]
         codes, beside = Codes.NUMBERS, (None, None)
         if isinstance(cache_format.codec, PerTokenHeadCodec):
-            words = _float32(data)
+            words = float32_view(data)
             beside = words[..., layout.k_scales // 4], words[..., layout.v_scales // 4]
         if encoding is Encoding.NVFP4:
             codes = Codes.NVFP4
@@ -166,7 +166,7 @@ class Stored:
         return self.k_scales, self.v_scales
 
 
-def _float32(data: torch.Tensor) -> torch.Tensor:
+def float32_view(data: torch.Tensor) -> torch.Tensor:
     """Bytes as float32 (B, H, N, bytes / 4).
 
     Raises:

@@ -1,0 +1,389 @@
+"""TritonMLABackend: attention over latents through the Triton kernels.
+
+In: an `MLAMetadata`, one layer's tensors and its latent cache. Out: attention. Decodes run in a kernel
+of their own that loads a tile of latents once for scores and values and splits long contexts; prefills
+run in the dense attention kernel, over expanded keys and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from attnkit.backends.triton.backend import TritonBackend
+from attnkit.backends.triton.configs import mla_decode_config
+from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages, is_tiled
+from attnkit.backends.triton.operands import Operands, Parts
+from attnkit.backends.triton.plan import Workspace, longest_to_mean
+from attnkit.backends.triton.stored import Stored
+from attnkit.contract import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionLayer,
+    AttentionVariant,
+    CommonAttentionMetadata,
+    DeviceCapability,
+    KVCacheSpec,
+    MLAAttentionImpl,
+    MLADimensions,
+)
+from attnkit.errors import UnsupportedConfiguration
+from attnkit.kvcache.formats import LATENT_FORMATS, latent_format
+from attnkit.mla.builder import MLAMetadataBuilder
+from attnkit.mla.plan import ContextChunk, MLAMetadata, PrefillPart
+from attnkit.mla.prefill import attend_prefill
+from attnkit.mla.projection import KvBProjection
+
+_MAX_PARTS = 1 << 27
+"""Float32 elements (512 MiB) that shared requests may take: batches whose parts need more have enough
+requests to fill a device without sharing them."""
+
+
+@dataclass(kw_only=True, eq=False)
+class TritonMLAMetadata(MLAMetadata):
+    """A planned batch.
+
+    Attributes:
+        longest_to_mean: how many times as long as the mean the longest context is; 1 if unknown.
+        is_captured: launched into a graph, which other lengths will be replayed with.
+        workspace: for states of requests that programs share.
+    """
+
+    longest_to_mean: float
+    is_captured: bool
+    workspace: Workspace
+
+
+class TritonMLAMetadataBuilder(MLAMetadataBuilder):
+    """Plans are replayed for batches of decodes."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    decode_query_len: ClassVar[int] = 8
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._workspace = Workspace(torch.device(device))
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TritonMLAMetadata:
+        plan = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        bounds = common_attn_metadata.seq_lens_cpu_upper_bound
+        return TritonMLAMetadata(
+            **vars(plan),
+            longest_to_mean=longest_to_mean(None if bounds is None else bounds[: plan.num_decodes]),
+            is_captured=False,
+            workspace=self._workspace,
+        )
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> TritonMLAMetadata:
+        """Plan for any batch of decodes of at most these requests and queries, of any contexts."""
+        plan = self.build(0, common_attn_metadata)
+        assert plan.prefill is None, "only batches of decodes are captured"
+        if plan.decode is not None:
+            longest = max(plan.decode.max_seq_len, self.vllm_config.model_config.max_model_len)
+            plan.decode = replace(plan.decode, max_seq_len=longest)
+        plan.is_captured = True
+        return plan
+
+
+class TritonMLABackend(AttentionBackend):
+    """Latents up to 512 on any GPU that Triton compiles for (sm_80 and later), or in its interpreter."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(LATENT_FORMATS)
+    forward_includes_kv_cache_update = False
+    accept_output_buffer = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "triton_mla"
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonMLAImpl]:
+        return TritonMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonMLAMetadataBuilder]:
+        return TritonMLAMetadataBuilder
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_available(cls) -> str | None:
+        return TritonBackend.is_available()
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return TritonBackend.supports_compute_capability(capability)
+
+    @classmethod
+    def supports_mla_dimensions(
+        cls, dimensions: MLADimensions, kv_cache_dtype: str | None
+    ) -> str | None:
+        d = dimensions
+        sizes = (d.kv_lora_rank, d.qk_rope_head_dim, d.qk_head_dim, d.v_head_dim)
+        if any(size % 8 or size > 512 for size in sizes):
+            return f"{d} is not supported (allowed: multiples of 8, up to 512 each)"
+        if kv_cache_dtype not in LATENT_FORMATS:
+            return None  # A reason of its own.
+        return latent_format(kv_cache_dtype).refusal(d.kv_lora_rank, d.qk_rope_head_dim)
+
+    @classmethod
+    def estimate_cost(cls, request: Any) -> float:
+        return TritonBackend.estimate_cost(request)
+
+
+class TritonMLAImpl(MLAAttentionImpl[TritonMLAMetadata]):
+    """One layer over latents. Only launches between call and return, in batches of decodes."""
+
+    can_return_lse_for_decode = True
+    can_return_lse_for_prefill = True
+    supports_pcp = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: torch.nn.Module,
+        indexer: object | None = None,
+        q_pad_num_heads: int | None = None,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.kv_cache_dtype = kv_cache_dtype
+        self.dimensions = MLADimensions(
+            kv_lora_rank=kv_lora_rank,
+            qk_nope_head_dim=qk_nope_head_dim,
+            qk_rope_head_dim=qk_rope_head_dim,
+            v_head_dim=v_head_dim,
+        )
+        self.cache_format = latent_format(kv_cache_dtype)
+        reason = TritonMLABackend.supports_mla_dimensions(self.dimensions, kv_cache_dtype)
+        if reason is not None:
+            raise UnsupportedConfiguration(f"triton_mla: {reason}", (reason,))
+        self.projection = KvBProjection.of(kv_b_proj, num_heads, self.dimensions)
+        self._dense = _Dense(AttentionVariant.from_impl_args(num_heads=num_heads, scale=scale))
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """Write this step's rows; slot -1 writes nothing."""
+        if kv_cache.numel() == 0:
+            return
+        from attnkit.backends.triton import launch, mla_launch
+
+        d, slots = self.dimensions, slot_mapping.flatten()
+        if is_tiled(self.cache_format):
+            pages = self._pages(kv_cache, k_scale)
+            mla_launch.launch_tiled_write(_rows(kv_c_normed), _rows(k_pe[:, 0]), pages, slots)
+            return
+        stored = Stored.of(
+            kv_cache[:, None],
+            self.cache_format,
+            d.kv_lora_rank,
+            d.qk_rope_head_dim,
+            k_scale,
+            k_scale,
+            has_e4m3=launch.gpu_of(kv_cache.device).has_e4m3,
+        )
+        launch.launch_write(_rows(kv_c_normed)[:, None], _rows(k_pe), stored, slots)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: TritonMLAMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # Here, so that the class can be asked questions where Triton is not installed.
+        from attnkit.backends.triton import launch, mla_launch
+
+        query = _rows(torch.cat(q, dim=-1) if isinstance(q, tuple) else q)
+        plan = attn_metadata.decode
+        assert plan is not None, "a batch without decodes has no rows to serve"
+        scale = self.scale
+        if scale <= 0:  # The kernel applies it after the maximum.
+            query, scale = query * scale, 1.0
+        shape = (*query.shape[:2], self.dimensions.kv_lora_rank)
+        # A replayed batch may have fewer rows: theirs are not written, and somebody may look.
+        captured = attn_metadata.is_captured
+        output = query.new_zeros(shape) if captured else query.new_empty(shape)
+        lse = None
+        if self.need_to_return_lse_for_decode:
+            lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
+        operands = LatentOperands(
+            query=query,
+            pages=self._pages(kv_c_and_k_pe_cache, layer._k_scale),
+            output=output,
+            lse=lse,
+            query_start_loc=plan.query_start_loc,
+            kv_lens=plan.seq_lens,
+            block_table=plan.block_table,
+        )
+        gpu = launch.gpu_of(query.device)
+        config = mla_decode_config(
+            self.dimensions.kv_lora_rank,
+            self.dimensions.qk_rope_head_dim,
+            query.element_size(),
+            operands.pages.latent.element_size(),
+            self.num_heads,
+            kv_c_and_k_pe_cache.shape[1],
+            gpu,
+        )
+        _, num_tiles = mla_launch.head_tiles(self.num_heads, config.block_m)
+        # A program takes most of a multiprocessor, so as many as there are of these are enough; and a
+        # request much longer than the others would run on alone at the end.
+        fill = gpu.num_sms // max(1, operands.num_reqs * num_tiles)
+        even = 4 if captured else int(attn_metadata.longest_to_mean)
+        most = min(config.max_segments, -(-plan.max_seq_len // config.segment))
+        splits = max(1, min(max(fill, even), most))
+        numel = Parts.numel(operands, plan.max_query_len, splits)
+        if numel > _MAX_PARTS:
+            splits = 1
+        parts = None
+        if splits > 1:
+            memory = attn_metadata.workspace.reserve(numel)
+            parts = Parts.of(memory, operands, plan.max_query_len, splits)
+        mla_launch.launch_mla_decode(
+            operands,
+            scale,
+            max_query_len=plan.max_query_len,
+            num_splits=splits,
+            parts=parts,
+            config=config,
+        )
+        return output, lse
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: TritonMLAMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        lse = attend_prefill(
+            q,
+            kv_c_normed,
+            k_pe[:, 0],
+            kv_c_and_k_pe_cache,
+            attn_metadata,
+            self.projection,
+            self.cache_format,
+            k_scale,
+            self._dense,
+            output.view(-1, self.num_heads, self.dimensions.v_head_dim),
+        )
+        return lse if self.need_to_return_lse_for_decode else None
+
+    def _pages(self, cache: torch.Tensor, k_scale: torch.Tensor) -> LatentPages:
+        """The cache as the kernels read and write it."""
+        from attnkit.backends.triton import launch
+
+        return LatentPages.of(
+            cache,
+            self.cache_format,
+            self.dimensions,
+            k_scale,
+            has_e4m3=launch.gpu_of(cache.device).has_e4m3,
+        )
+
+
+class _Dense:
+    """The dense attention kernel over expanded heads, for prefills."""
+
+    def __init__(self, variant: AttentionVariant) -> None:
+        self._variant = variant
+
+    def own_tokens(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: PrefillPart,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        self._attend(
+            Operands(
+                query=_rows(query),
+                stored=Stored(key=key, value=value),
+                output=output,
+                lse=lse,
+                query_start_loc=plan.query_start_loc,
+                # Not read: the keys are the request's own tokens.
+                kv_lens=plan.query_start_loc[1:],
+                block_table=None,
+                causal=True,
+            )
+        )
+
+    def context(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        chunk: ContextChunk,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        self._attend(
+            Operands(
+                query=_rows(query),
+                stored=Stored(key=key.transpose(1, 2), value=value.transpose(1, 2)),
+                output=output,
+                lse=lse,
+                query_start_loc=chunk.query_start_loc,
+                kv_lens=chunk.kv_lens,
+                block_table=chunk.block_table,
+                causal=False,
+            )
+        )
+
+    def _attend(self, operands: Operands) -> None:
+        from attnkit.backends.triton import launch
+
+        launch.launch_attention(operands, self._variant)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """`x`, copied if the elements of a row do not lie side by side."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

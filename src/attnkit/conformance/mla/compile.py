@@ -1,0 +1,98 @@
+"""Variants of the kernels over latents, to be compiled for a GPU that need not be here.
+
+In: a GPU's limits. Out: names and `KernelCall`s, made by the launchers from tensors without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from attnkit.backends.triton import configs, launch, mla_launch
+from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages
+from attnkit.backends.triton.operands import Parts
+from attnkit.contract import MLADimensions
+from attnkit.kvcache.formats import latent_format
+
+_DEEPSEEK = MLADimensions(
+    kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+)
+_SMALL = MLADimensions(kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
+
+
+def mla_variants(gpu: configs.Gpu) -> Iterator[tuple[str, launch.KernelCall]]:
+    """Few and many heads, one and several queries, every kind of row."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    for heads in (16, 128):
+        for split in (False, True):
+            name = f"mla-bf16-h{heads}" + ("-split" if split else "")
+            yield from _decode(gpu, name, heads, bf16, "bfloat16", split=split)
+        for stored in ("fp8", "fp8_ds_mla"):
+            yield from _decode(gpu, f"mla-bf16-h{heads}-{stored}", heads, bf16, stored)
+    yield from _decode(gpu, "mla-bf16-h128-page16", 128, bf16, "bfloat16", page=16)
+    yield from _decode(gpu, "mla-bf16-h128-cache-fp32", 128, bf16, "float32")
+    yield from _decode(gpu, "mla-fp16-h128-cache-bf16", 128, fp16, "bfloat16")
+    yield from _decode(gpu, "mla-bf16-h20", 20, bf16, "bfloat16")
+    yield from _decode(gpu, "mla-bf16-h128-256", 128, bf16, "bfloat16", dimensions=_SMALL)
+    yield from _decode(gpu, "mla-fp16-h128-fp8_ds_mla", 128, fp16, "fp8_ds_mla")
+    yield from _decode(gpu, "mla-fp32-h16-split", 16, fp32, "float32", split=True)
+    yield from _decode(gpu, "mla-fp32-h16-fp8_ds_mla", 16, fp32, "fp8_ds_mla")
+    kv_c, k_pe = _empty(4096, 512, dtype=bf16), _empty(4096, 64, dtype=bf16)
+    pages = _pages(gpu, _DEEPSEEK, "fp8_ds_mla", 64)
+    slots = _empty(4096, dtype=torch.int64)
+    yield "mla-write-fp8_ds_mla", mla_launch.tiled_write_call(kv_c, k_pe, pages, slots)
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _pages(gpu: configs.Gpu, d: MLADimensions, name: str, page: int) -> LatentPages:
+    made = latent_format(name)
+    assert made.dtype is not None
+    row = made.layout(d.kv_lora_rank, d.qk_rope_head_dim).num_bytes // made.dtype.itemsize
+    cache = _empty(1024, page, row, dtype=made.dtype)
+    one = _empty(1, dtype=torch.float32)
+    return LatentPages.of(cache, made, d, one, has_e4m3=gpu.has_e4m3)
+
+
+def _decode(
+    gpu: configs.Gpu,
+    name: str,
+    heads: int,
+    dtype: torch.dtype,
+    stored: str,
+    *,
+    page: int = 64,
+    dimensions: MLADimensions = _DEEPSEEK,
+    split: bool = False,
+) -> Iterator[tuple[str, launch.KernelCall]]:
+    d, num_reqs = dimensions, 64
+    operands = LatentOperands(
+        query=_empty(num_reqs, heads, d.latent_size, dtype=dtype),
+        pages=_pages(gpu, d, stored, page),
+        output=_empty(num_reqs, heads, d.kv_lora_rank, dtype=dtype),
+        lse=_empty(num_reqs, heads, dtype=torch.float32),
+        query_start_loc=_empty(num_reqs + 1, dtype=torch.int32),
+        kv_lens=_empty(num_reqs, dtype=torch.int32),
+        block_table=_empty(num_reqs, 256, dtype=torch.int32),
+    )
+    config = configs.mla_decode_config(
+        d.kv_lora_rank,
+        d.qk_rope_head_dim,
+        dtype.itemsize,
+        operands.pages.latent.element_size(),
+        heads,
+        page,
+        gpu,
+    )
+    parts = None
+    if split:
+        memory = _empty(Parts.numel(operands, 1, 4), dtype=torch.float32)
+        parts = Parts.of(memory, operands, 1, 4)
+    calls = mla_launch.mla_decode_calls(
+        operands, 0.07, max_query_len=1, num_splits=4 if split else 1, parts=parts, config=config
+    )
+    for call, suffix in zip(calls, ("", "-merge"), strict=False):
+        yield name + suffix, call
