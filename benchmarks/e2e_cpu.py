@@ -107,7 +107,7 @@ def main() -> None:
         for compiled in ((False, True) if options.compile else (False,))
     ]
     path = ours[0].llm.model_path
-    engines: list[TextEngine] = [*ours, TransformersEngine(path, workload.dtype)]
+    engines: list[TextEngine] = [*ours, TransformersEngine.load(path, workload.dtype)]
     others: list[VllmEngine] = []
     if options.vllm_python is not None:
         for compiled in (False, True):

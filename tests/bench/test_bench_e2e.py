@@ -108,7 +108,9 @@ def test_attnkit_and_transformers_generate_the_same_tokens(model: Path) -> None:
     prompts = encode_prompts(ours.llm, workload)
     assert [len(p) for p in prompts] == [9, 9, 9]
     prompts[1] = prompts[1][:5]  # so that transformers has to pad
-    rows = measure([ours, TransformersEngine(model, workload.dtype)], prompts, workload, rounds=1)
+    rows = measure(
+        [ours, TransformersEngine.load(model, workload.dtype)], prompts, workload, rounds=1
+    )
     assert rows[0].error == 0.0
     assert rows[0].note == "backend reference"
     assert rows[1].tokens_per_s is not None

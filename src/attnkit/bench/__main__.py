@@ -195,7 +195,7 @@ def _measure_text(
     ]
     engines: list[TextEngine] = list(ours)
     if options.against != "none":
-        engines.append(TransformersEngine(ours[0].llm.model_path, workload.dtype, device))
+        engines.append(TransformersEngine.load(ours[0].llm.model_path, workload.dtype, device))
     prompts = encode_prompts(ours[0].llm, workload)
     return measure(engines, prompts, workload, 2 if options.quick else 5, _say)
 

@@ -145,14 +145,23 @@ class TransformersEngine:
     is_rival = True
     name = "transformers"
 
-    def __init__(
-        self, path: str | os.PathLike[str], dtype: str, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, model: Any) -> None:
+        """
+        Args:
+            model: a causal language model with an attention of transformers' own.
+        """
+        self.model = model.eval()
+        self.note = f"padded generate, {model.config._attn_implementation}"
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], dtype: str, device: torch.device | str = "cpu"
+    ) -> TransformersEngine:
+        """From a directory with a checkpoint."""
         from transformers import AutoModelForCausalLM
 
-        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
-        self.model = self.model.to(device).eval()
-        self.note = f"padded generate, {self.model.config._attn_implementation}"
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
+        return cls(model.to(device))
 
     def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
         width = max(len(prompt) for prompt in prompts)
@@ -180,18 +189,23 @@ class TransformersEngine:
 def encode_prompts(llm: LLM, workload: TextWorkload) -> list[list[int]]:
     """The workload's prompts as token ids.
 
-    Texts go through the chat template where the model has one. Random tokens leave out the first 100
-    ids, where control tokens stand.
+    Texts go through the chat template where the model has one.
     """
     if workload.num_prompt_tokens is not None:
-        shape = (workload.num_prompts, workload.num_prompt_tokens)
-        size = llm.engine.model.vocab_size
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(min(100, size // 2), size, shape, generator=generator).tolist()
+        return random_prompts(
+            workload.num_prompts, workload.num_prompt_tokens, llm.engine.model.vocab_size
+        )
     texts = PROMPTS[: workload.num_prompts]
     if not llm.has_chat_template:
         return [llm.tokenizer.encode(text) for text in texts]
     return [llm.encode_chat([{"role": "user", "content": text}])[1] for text in texts]
+
+
+def random_prompts(num_prompts: int, num_tokens: int, vocab_size: int) -> list[list[int]]:
+    """Random token ids, without the first 100, where control tokens stand."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (num_prompts, num_tokens)
+    return torch.randint(min(100, vocab_size // 2), vocab_size, shape, generator=generator).tolist()
 
 
 def measure(

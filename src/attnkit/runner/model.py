@@ -106,10 +106,8 @@ class PackedModel:
         with left_alone_on_error(model):
             facts = probe(model, self.max_model_len)
             self._build(facts, backend, block_size, max_num_seqs, max_num_batched_tokens)
-            set_attention(model, hook.RUN)
-        for fact in facts:
-            hook.attach(fact.module, self.layers[fact.name])
-        self._modules = [fact.module for fact in facts]
+            self._modules = {fact.name: fact.module for fact in facts}
+            self.attach()
 
     def explain(self) -> str:
         """Which backend runs which layers, and why not the others."""
@@ -128,9 +126,15 @@ class PackedModel:
         backend = self.layers[never[0]].selection.name
         return f"{backend} says AttentionCGSupport.NEVER, and runs {count_names(never)}"
 
+    def attach(self) -> None:
+        """Take the model's attention over again after a `release`, and from another that has it."""
+        set_attention(self.model, hook.RUN)
+        for name, module in self._modules.items():
+            hook.attach(module, self.layers[name])
+
     def release(self) -> None:
         """Give the model its former attention back."""
-        for module in self._modules:
+        for module in self._modules.values():
             hook.detach(module)
         restore_attention(self._previous)
 
