@@ -21,12 +21,11 @@ from attnkit.contract import (
     MLAAttentionImpl,
     MLADimensions,
 )
-from attnkit.errors import UnsupportedConfiguration
 from attnkit.kvcache.formats import LATENT_FORMATS, latent_format
 from attnkit.mla.builder import MLAMetadataBuilder
+from attnkit.mla.layer import LatentLayer, format_refusal
 from attnkit.mla.plan import ContextChunk, MLAMetadata, PrefillPart
 from attnkit.mla.prefill import attend_prefill
-from attnkit.mla.projection import KvBProjection
 
 
 class ReferenceMLABackend(AttentionBackend):
@@ -57,10 +56,7 @@ class ReferenceMLABackend(AttentionBackend):
     def supports_mla_dimensions(
         cls, dimensions: MLADimensions, kv_cache_dtype: str | None
     ) -> str | None:
-        if kv_cache_dtype not in LATENT_FORMATS:
-            return None  # A reason of its own.
-        stored = latent_format(kv_cache_dtype)
-        return stored.refusal(dimensions.kv_lora_rank, dimensions.qk_rope_head_dim)
+        return format_refusal(dimensions, kv_cache_dtype)
 
     @classmethod
     def estimate_cost(cls, request: Any) -> float:
@@ -98,22 +94,16 @@ class ReferenceMLAImpl(MLAAttentionImpl[MLAMetadata]):
         q_pad_num_heads: int | None = None,
     ) -> None:
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
-        self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
-        self.v_head_dim = v_head_dim
-        self.kv_cache_dtype = kv_cache_dtype
-        self.cache_format = latent_format(kv_cache_dtype)
-        reason = self.cache_format.refusal(kv_lora_rank, qk_rope_head_dim)
-        if reason is not None:
-            raise UnsupportedConfiguration(f"reference_mla: {reason}", (reason,))
-        self.projection = KvBProjection.of(
-            kv_b_proj,
-            num_heads,
-            MLADimensions(
-                kv_lora_rank=kv_lora_rank,
-                qk_nope_head_dim=qk_nope_head_dim,
-                qk_rope_head_dim=qk_rope_head_dim,
-                v_head_dim=v_head_dim,
-            ),
+        self.layer = LatentLayer.from_impl_args(
+            ReferenceMLABackend,
+            num_heads=num_heads,
+            scale=scale,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_lora_rank=kv_lora_rank,
+            qk_nope_head_dim=qk_nope_head_dim,
+            qk_rope_head_dim=qk_rope_head_dim,
+            v_head_dim=v_head_dim,
+            kv_b_proj=kv_b_proj,
         )
 
     def do_kv_cache_update(
@@ -141,7 +131,8 @@ class ReferenceMLAImpl(MLAAttentionImpl[MLAMetadata]):
         q = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         plan = attn_metadata.decode
         assert plan is not None, "a batch without decodes has no rows to serve"
-        output = q.new_zeros(*q.shape[:2], self.kv_lora_rank)
+        num_heads, rank = self.num_heads, self.layer.dimensions.kv_lora_rank
+        output = q.new_zeros(*q.shape[:2], rank)
         lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
         starts = plan.query_start_loc.tolist()
         for request, kv_len in enumerate(plan.seq_lens.tolist()):
@@ -152,8 +143,8 @@ class ReferenceMLAImpl(MLAAttentionImpl[MLAMetadata]):
             )
             for row in range(starts[request], starts[request + 1]):
                 num_seen = max(0, kv_len - (starts[request + 1] - row) + 1)
-                keys = latents[:num_seen, None].expand(-1, self.num_heads, -1)
-                values = keys[..., : self.kv_lora_rank]
+                keys = latents[:num_seen, None].expand(-1, num_heads, -1)
+                values = keys[..., :rank]
                 output[row], lse[row] = _attend_row(q[row], keys, values, self.scale)
         return output, lse if self.need_to_return_lse_for_decode else None
 
@@ -174,11 +165,10 @@ class ReferenceMLAImpl(MLAAttentionImpl[MLAMetadata]):
             k_pe[:, 0],
             kv_c_and_k_pe_cache,
             attn_metadata,
-            self.projection,
-            self.cache_format,
+            self.layer,
             k_scale,
             _Rows(self.scale),
-            output.view(-1, self.num_heads, self.v_head_dim),
+            output,
         )
         return lse if self.need_to_return_lse_for_decode else None
 
@@ -188,8 +178,9 @@ class ReferenceMLAImpl(MLAAttentionImpl[MLAMetadata]):
         """One request's rows in order, float32 (kv_len, kv_lora_rank + qk_rope_head_dim)."""
         blocks = block_table[: -(-kv_len // cache.shape[1])].long()
         tokens = cache[blocks].flatten(0, 1)[:kv_len, None]
-        parts = self.cache_format.decode(
-            tokens, self.kv_lora_rank, self.qk_rope_head_dim, k_scale, k_scale
+        d = self.layer.dimensions
+        parts = self.layer.cache_format.decode(
+            tokens, d.kv_lora_rank, d.qk_rope_head_dim, k_scale, k_scale
         )
         return torch.cat(parts, dim=-1)[:, 0]
 

@@ -116,7 +116,62 @@ def all_claims(basis: Basis) -> tuple[Claim, ...]:
     Args:
         basis: of the cases that show them.
     """
-    return (*_features(basis), *_types(), *_formats(), *_sizes(), *_kinds())
+    return (
+        *common_claims(),
+        *_features(basis),
+        *_types(),
+        *_formats(),
+        *_sizes(),
+        *_kinds(),
+    )
+
+
+def common_claims() -> list[Claim]:
+    """Of layers that keep keys and values and of layers that keep latents alike."""
+    claims = [
+        Claim(
+            name="LSE output",
+            made=lambda b: b.supports_lse(),
+            request={"return_lse": True},
+            layer={"return_lse": True},
+            shown_by=lambda c: c.return_lse,
+        ),
+        Claim(
+            name="batch invariance",
+            made=lambda b: b.supports_batch_invariance(),
+            request={"use_batch_invariant": True},
+            shown_by_law="batch_mates_do_not_matter",
+        ),
+        Claim(
+            name="query lengths decided on the device",
+            made=lambda b: b.supports_device_cpu_query_lens_mismatch(),
+            request={"use_adaptive_verification": True},
+            shown_by_law="the_device_has_the_last_word_on_lengths",
+        ),
+    ]
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        judged = dtype is not torch.float64
+        claims.append(
+            Claim(
+                name=f"dtype {str(dtype).removeprefix('torch.')}",
+                made=lambda b, dtype=dtype: b.supports_dtype(dtype),
+                request={"dtype": dtype},
+                layer={"dtype": dtype},
+                shown_by=(lambda c, dtype=dtype: c.dtype is dtype) if judged else None,
+            )
+        )
+    claims += [
+        Claim(
+            name=f"block size {size}",
+            made=lambda b, size=size: b.supports_block_size(size),
+            request={"block_size": size},
+            layer={"block_size": size},
+            # Pages that an engine would split show a larger block.
+            shown_by=lambda c, size=size: size % c.block_size == 0,
+        )
+        for size in (1, 2, 3, 5, 8, 16, 24, 32, 48, 64, 100, 128, 160, 256)
+    ]
+    return claims
 
 
 def _features(basis: Basis) -> list[Claim]:
@@ -187,13 +242,6 @@ def _features(basis: Basis) -> list[Claim]:
             shown_by=lambda c: c.tree,
         ),
         Claim(
-            name="LSE output",
-            made=lambda b: b.supports_lse(),
-            request={"return_lse": True},
-            layer={"return_lse": True},
-            shown_by=lambda c: c.return_lse,
-        ),
-        Claim(
             name="values smaller than keys",
             made=lambda b: b.supports_head_size_v(size, small),
             request={"head_size_v": small},
@@ -214,18 +262,6 @@ def _features(basis: Basis) -> list[Claim]:
             layer={"per_head_scales": True},
             shown_by=lambda c: c.per_head_scales,
         ),
-        Claim(
-            name="batch invariance",
-            made=lambda b: b.supports_batch_invariance(),
-            request={"use_batch_invariant": True},
-            shown_by_law="batch_mates_do_not_matter",
-        ),
-        Claim(
-            name="query lengths decided on the device",
-            made=lambda b: b.supports_device_cpu_query_lens_mismatch(),
-            request={"use_adaptive_verification": True},
-            shown_by_law="the_device_has_the_last_word_on_lengths",
-        ),
     ]
 
 
@@ -245,18 +281,6 @@ def _types() -> list[Claim]:
 
 def _formats() -> list[Claim]:
     claims = []
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-        name = str(dtype).removeprefix("torch.")
-        judged = dtype is not torch.float64
-        claims.append(
-            Claim(
-                name=f"dtype {name}",
-                made=lambda b, dtype=dtype: b.supports_dtype(dtype),
-                request={"dtype": dtype},
-                layer={"dtype": dtype},
-                shown_by=(lambda c, dtype=dtype: c.dtype is dtype) if judged else None,
-            )
-        )
     for name, (_, mode) in CACHE_DTYPES.items():
         judged = mode is not KVQuantMode.FP8_DS_MLA
         claims.append(
@@ -272,7 +296,7 @@ def _formats() -> list[Claim]:
 
 
 def _sizes() -> list[Claim]:
-    claims = [
+    return [
         Claim(
             name=f"head size {size}",
             made=lambda b, size=size: b.supports_head_size(size),
@@ -282,18 +306,6 @@ def _sizes() -> list[Claim]:
         )
         for size in range(8, 513, 8)
     ]
-    claims += [
-        Claim(
-            name=f"block size {size}",
-            made=lambda b, size=size: b.supports_block_size(size),
-            request={"block_size": size},
-            layer={"block_size": size},
-            # Pages that an engine would split show a larger block.
-            shown_by=lambda c, size=size: size % c.block_size == 0,
-        )
-        for size in (1, 2, 3, 5, 8, 16, 24, 32, 48, 64, 100, 128, 160, 256)
-    ]
-    return claims
 
 
 def _kinds() -> list[Claim]:

@@ -89,6 +89,11 @@ class CacheFormat:
         """`_k_scale` and `_v_scale` of the layer take part, per tensor or per KV head."""
         return self.codec is not None and self.codec.reads_layer_scale
 
+    @property
+    def has_own_scales(self) -> bool:
+        """Scales lie beside the codes."""
+        return self.codec is not None and not self.codec.reads_layer_scale
+
     def refusal(self, head_size: int, head_size_v: int) -> str | None:
         """Why heads of these sizes cannot be stored; None if they can."""
         for codec, size in ((self.codec, head_size), (self.value_codec, head_size_v)):

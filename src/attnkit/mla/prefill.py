@@ -13,10 +13,9 @@ from typing import Protocol
 
 import torch
 
-from attnkit.contract import MLADimensions
 from attnkit.kvcache.formats import CacheFormat
+from attnkit.mla.layer import LatentLayer
 from attnkit.mla.plan import ContextChunk, MLAMetadata, PrefillPart
-from attnkit.mla.projection import KvBProjection
 
 
 class DenseAttention(Protocol):
@@ -57,8 +56,7 @@ def attend_prefill(
     k_pe: torch.Tensor,
     cache: torch.Tensor,
     metadata: MLAMetadata,
-    projection: KvBProjection,
-    stored: CacheFormat,
+    layer: LatentLayer,
     k_scale: torch.Tensor,
     attention: DenseAttention,
     output: torch.Tensor,
@@ -71,17 +69,18 @@ def attend_prefill(
         k_pe: (num_tokens, qk_rope_head_dim), likewise.
         cache: (num_blocks, block_size, C); this step's tokens need not be in it yet.
         metadata: with a prefill part.
-        projection: of the layer.
-        stored: the cache's format. All tokens count as they read back from it, this step's too.
+        layer: all tokens count as they read back from its cache, this step's too.
         k_scale: the layer's.
         attention: of the backend.
-        output: (num_tokens, num_heads, v_head_dim), written in place.
+        output: (num_tokens, num_heads * v_head_dim), written in place.
     """
     plan = metadata.prefill
     assert plan is not None, "a batch without prefills has no part for them"
     own = _rows_of(plan, (query, kv_c, k_pe))
-    key, value = projection.expand(*_read_back(own[1], own[2], stored, k_scale, cache.dtype))
+    own_latents = _read_back(own[1], own[2], layer.cache_format, k_scale, cache.dtype)
+    key, value = layer.projection.expand(*own_latents)
     heads = (*query.shape[:2],)
+    output = output.view(*heads, -1)
     if plan.own_rows is None and not plan.chunks:
         lse = query.new_empty(heads, dtype=torch.float32)
         attention.own_tokens(query, key, value, plan, output, lse)
@@ -94,10 +93,9 @@ def attend_prefill(
         part, part_lse = total[plan.own_rows], lse[plan.own_rows]
         attention.own_tokens(own[0], key, value, plan, part, part_lse)
         total[plan.own_rows], lse[plan.own_rows] = part, part_lse
-    d = projection.dimensions
     for chunk in plan.chunks:
-        latents = read_latents(cache, chunk.pages, stored, d, k_scale, query.dtype)
-        key, value = projection.expand(*latents)
+        latents = read_latents(cache, chunk.pages, layer, k_scale, query.dtype)
+        key, value = layer.projection.expand(*latents)
         rows = query[chunk.rows]
         part = rows.new_empty(*rows.shape[:2], value.shape[-1], dtype=torch.float32)
         part_lse = rows.new_empty(rows.shape[:2], dtype=torch.float32)
@@ -110,8 +108,7 @@ def attend_prefill(
 def read_latents(
     cache: torch.Tensor,
     pages: torch.Tensor,
-    stored: CacheFormat,
-    dimensions: MLADimensions,
+    layer: LatentLayer,
     k_scale: torch.Tensor,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,15 +117,14 @@ def read_latents(
     Args:
         cache: (num_blocks, block_size, C).
         pages: int64 or int32 (n,), block ids.
-        stored: the cache's format.
-        dimensions: of the layer.
+        layer: whose cache it is.
         k_scale: the layer's.
         dtype: to read them in.
 
     Returns:
         (n, block_size, kv_lora_rank) and (n, block_size, qk_rope_head_dim).
     """
-    d = dimensions
+    d, stored = layer.dimensions, layer.cache_format
     if stored.codec is None:
         rows = cache.index_select(0, pages).to(dtype)
         kv_c, k_pe = rows.split([d.kv_lora_rank, d.qk_rope_head_dim], dim=-1)

@@ -28,12 +28,12 @@ from attnkit.contract import (
     MLAAttentionImpl,
     MLADimensions,
 )
-from attnkit.errors import BatchError, UnsupportedConfiguration
-from attnkit.kvcache.formats import LATENT_FORMATS, CacheFormat, latent_format
+from attnkit.errors import BatchError
+from attnkit.kvcache.formats import LATENT_FORMATS
 from attnkit.mla.builder import MLAMetadataBuilder
+from attnkit.mla.layer import LatentLayer, format_refusal
 from attnkit.mla.plan import ContextChunk, MLAMetadata, PrefillPart
 from attnkit.mla.prefill import attend_prefill, read_latents
-from attnkit.mla.projection import KvBProjection
 
 
 class CpuMLAMetadata(MLAMetadata):
@@ -105,10 +105,7 @@ class CpuMLABackend(AttentionBackend):
     def supports_mla_dimensions(
         cls, dimensions: MLADimensions, kv_cache_dtype: str | None
     ) -> str | None:
-        if kv_cache_dtype not in LATENT_FORMATS:
-            return None  # A reason of its own.
-        stored = latent_format(kv_cache_dtype)
-        return stored.refusal(dimensions.kv_lora_rank, dimensions.qk_rope_head_dim)
+        return format_refusal(dimensions, kv_cache_dtype)
 
     @classmethod
     def describe_runtime(cls) -> str:
@@ -145,18 +142,17 @@ class CpuMLAImpl(MLAAttentionImpl[CpuMLAMetadata]):
         q_pad_num_heads: int | None = None,
     ) -> None:
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
-        self.kv_cache_dtype = kv_cache_dtype
-        self.dimensions = MLADimensions(
+        self.layer = LatentLayer.from_impl_args(
+            CpuMLABackend,
+            num_heads=num_heads,
+            scale=scale,
+            kv_cache_dtype=kv_cache_dtype,
             kv_lora_rank=kv_lora_rank,
             qk_nope_head_dim=qk_nope_head_dim,
             qk_rope_head_dim=qk_rope_head_dim,
             v_head_dim=v_head_dim,
+            kv_b_proj=kv_b_proj,
         )
-        self.cache_format = latent_format(kv_cache_dtype)
-        reason = self.cache_format.refusal(kv_lora_rank, qk_rope_head_dim)
-        if reason is not None:
-            raise UnsupportedConfiguration(f"cpu_mla: {reason}", (reason,))
-        self.projection = KvBProjection.of(kv_b_proj, num_heads, self.dimensions)
         self._variant = AttentionVariant.from_impl_args(num_heads=num_heads, scale=scale)
         self._kernels = native_kernels()
         self._absorbed = NativeLayer.pack(self._variant, num_heads, 1, head_size, kv_lora_rank)
@@ -182,8 +178,8 @@ class CpuMLAImpl(MLAAttentionImpl[CpuMLAMetadata]):
         _check_rows(kv_cache)
         key, value, pages = kv_c_normed[:, None], k_pe, kv_cache[:, None]
         slots = slot_mapping.flatten().contiguous()
-        stored = self.cache_format
-        if self._kernels is not None and not _is_tiled(stored):
+        # The native kernels read no scale per tile.
+        if self._kernels is not None and not self.layer.is_tiled:
             codes = self._codes(k_scale, split=True)
             if codes is None:
                 key, value = key.to(kv_cache.dtype), value.to(kv_cache.dtype)
@@ -196,7 +192,7 @@ class CpuMLAImpl(MLAAttentionImpl[CpuMLAMetadata]):
                 f"slot_mapping goes from {lowest} to {highest}; give slots from 0 to "
                 f"{num_slots - 1}, or -1 to skip a token"
             )
-        stored.write(key, value, pages, slots, k_scale, k_scale)
+        self.layer.cache_format.write(key, value, pages, slots, k_scale, k_scale)
 
     def forward_mqa(
         self,
@@ -206,13 +202,13 @@ class CpuMLAImpl(MLAAttentionImpl[CpuMLAMetadata]):
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         query = _dense_rows(torch.cat(q, dim=-1) if isinstance(q, tuple) else q)
-        cache, rank = kv_c_and_k_pe_cache, self.dimensions.kv_lora_rank
+        cache, rank = kv_c_and_k_pe_cache, self.layer.dimensions.kv_lora_rank
         _check_rows(cache)
         plan = attn_metadata.decode
         assert plan is not None, "a batch without decodes has no rows to serve"
         output = query.new_empty(*query.shape[:2], rank)
         lse = torch.empty(query.shape[:2]) if self.need_to_return_lse_for_decode else None
-        if self._kernels is None or _is_tiled(self.cache_format):
+        if self._kernels is None or self.layer.is_tiled:
             self._decode_in_torch(query, cache, attn_metadata, layer._k_scale, output, lse)
             return output, lse
         codes = self._codes(layer._k_scale, split=False)
@@ -246,22 +242,21 @@ class CpuMLAImpl(MLAAttentionImpl[CpuMLAMetadata]):
             k_pe[:, 0],
             kv_c_and_k_pe_cache,
             attn_metadata,
-            self.projection,
-            self.cache_format,
+            self.layer,
             k_scale,
             self._dense,
-            output.view(-1, self.num_heads, self.dimensions.v_head_dim),
+            output,
         )
         return lse if self.need_to_return_lse_for_decode else None
 
     def _codes(self, k_scale: torch.Tensor, *, split: bool) -> NativeCodes | None:
         """The cache's format as the kernels know it, a row being one vector or, if `split`, latent and
         rotated part; None: its elements are the numbers."""
-        if self.cache_format.codec is None:
+        d, stored = self.layer.dimensions, self.layer.cache_format
+        if stored.codec is None:
             return None
-        d = self.dimensions
         sizes = (d.kv_lora_rank, d.qk_rope_head_dim) if split else (d.latent_size, d.kv_lora_rank)
-        return NativeCodes.pack(self.cache_format, *sizes, 1, k_scale, k_scale)
+        return NativeCodes.pack(stored, *sizes, 1, k_scale, k_scale)
 
     def _decode_in_torch(
         self,
@@ -280,7 +275,7 @@ class CpuMLAImpl(MLAAttentionImpl[CpuMLAMetadata]):
                 starts[i],
                 starts[i + 1] - starts[i],
                 kv_lens[i],
-                _Latents(cache, plan.block_table[i], self.cache_format, self.dimensions, k_scale),
+                _Latents(cache, plan.block_table[i], self.layer, k_scale),
                 causal=True,
             )
             for i in range(len(kv_lens))
@@ -385,8 +380,7 @@ class _Latents:
 
     cache: torch.Tensor
     block_table: torch.Tensor
-    cache_format: CacheFormat
-    dimensions: MLADimensions
+    layer: LatentLayer
     k_scale: torch.Tensor
 
     def __call__(
@@ -397,14 +391,13 @@ class _Latents:
         parts = read_latents(
             self.cache,
             self.block_table[first : -(-end // block_size)],
-            self.cache_format,
-            self.dimensions,
+            self.layer,
             self.k_scale,
             dtype,
         )
         rows = torch.cat(parts, dim=-1).flatten(0, 1)
         rows = rows[None, start - first * block_size : end - first * block_size]
-        return rows, rows[..., : self.dimensions.kv_lora_rank]
+        return rows, rows[..., : self.layer.dimensions.kv_lora_rank]
 
 
 def _pack(
@@ -434,11 +427,6 @@ def _request(start: int, q_len: int, kv_len: int, read: Any, *, causal: bool) ->
         prefix=0,
         read=read,
     )
-
-
-def _is_tiled(stored: CacheFormat) -> bool:
-    """It has a scale per tile, which the native kernels do not read."""
-    return stored.codec is not None and not stored.codec.reads_layer_scale
 
 
 def _check_rows(cache: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from attnkit.backends.triton.backend import TritonBackend
 from attnkit.backends.triton.configs import mla_decode_config
-from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages, is_tiled
+from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages
 from attnkit.backends.triton.operands import Operands, Parts
 from attnkit.backends.triton.plan import Workspace, longest_to_mean
 from attnkit.backends.triton.stored import Stored
@@ -29,12 +29,11 @@ from attnkit.contract import (
     MLAAttentionImpl,
     MLADimensions,
 )
-from attnkit.errors import UnsupportedConfiguration
-from attnkit.kvcache.formats import LATENT_FORMATS, latent_format
+from attnkit.kvcache.formats import LATENT_FORMATS
 from attnkit.mla.builder import MLAMetadataBuilder
+from attnkit.mla.layer import LatentLayer, format_refusal
 from attnkit.mla.plan import ContextChunk, MLAMetadata, PrefillPart
 from attnkit.mla.prefill import attend_prefill
-from attnkit.mla.projection import KvBProjection
 
 _MAX_PARTS = 1 << 27
 """Float32 elements (512 MiB) that shared requests may take: batches whose parts need more have enough
@@ -140,9 +139,7 @@ class TritonMLABackend(AttentionBackend):
         sizes = (d.kv_lora_rank, d.qk_rope_head_dim, d.qk_head_dim, d.v_head_dim)
         if any(size % 8 or size > 512 for size in sizes):
             return f"{d} is not supported (allowed: multiples of 8, up to 512 each)"
-        if kv_cache_dtype not in LATENT_FORMATS:
-            return None  # A reason of its own.
-        return latent_format(kv_cache_dtype).refusal(d.kv_lora_rank, d.qk_rope_head_dim)
+        return format_refusal(dimensions, kv_cache_dtype)
 
     @classmethod
     def estimate_cost(cls, request: Any) -> float:
@@ -179,18 +176,17 @@ class TritonMLAImpl(MLAAttentionImpl[TritonMLAMetadata]):
         q_pad_num_heads: int | None = None,
     ) -> None:
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
-        self.kv_cache_dtype = kv_cache_dtype
-        self.dimensions = MLADimensions(
+        self.layer = LatentLayer.from_impl_args(
+            TritonMLABackend,
+            num_heads=num_heads,
+            scale=scale,
+            kv_cache_dtype=kv_cache_dtype,
             kv_lora_rank=kv_lora_rank,
             qk_nope_head_dim=qk_nope_head_dim,
             qk_rope_head_dim=qk_rope_head_dim,
             v_head_dim=v_head_dim,
+            kv_b_proj=kv_b_proj,
         )
-        self.cache_format = latent_format(kv_cache_dtype)
-        reason = TritonMLABackend.supports_mla_dimensions(self.dimensions, kv_cache_dtype)
-        if reason is not None:
-            raise UnsupportedConfiguration(f"triton_mla: {reason}", (reason,))
-        self.projection = KvBProjection.of(kv_b_proj, num_heads, self.dimensions)
         self._dense = _Dense(AttentionVariant.from_impl_args(num_heads=num_heads, scale=scale))
 
     def do_kv_cache_update(
@@ -207,14 +203,14 @@ class TritonMLAImpl(MLAAttentionImpl[TritonMLAMetadata]):
             return
         from attnkit.backends.triton import launch, mla_launch
 
-        d, slots = self.dimensions, slot_mapping.flatten()
-        if is_tiled(self.cache_format):
+        d, slots = self.layer.dimensions, slot_mapping.flatten()
+        if self.layer.is_tiled:
             pages = self._pages(kv_cache, k_scale)
             mla_launch.launch_tiled_write(_rows(kv_c_normed), _rows(k_pe[:, 0]), pages, slots)
             return
         stored = Stored.of(
             kv_cache[:, None],
-            self.cache_format,
+            self.layer.cache_format,
             d.kv_lora_rank,
             d.qk_rope_head_dim,
             k_scale,
@@ -236,10 +232,10 @@ class TritonMLAImpl(MLAAttentionImpl[TritonMLAMetadata]):
         query = _rows(torch.cat(q, dim=-1) if isinstance(q, tuple) else q)
         plan = attn_metadata.decode
         assert plan is not None, "a batch without decodes has no rows to serve"
-        scale = self.scale
+        d, scale = self.layer.dimensions, self.scale
         if scale <= 0:  # The kernel applies it after the maximum.
             query, scale = query * scale, 1.0
-        shape = (*query.shape[:2], self.dimensions.kv_lora_rank)
+        shape = (*query.shape[:2], d.kv_lora_rank)
         # A replayed batch may have fewer rows: theirs are not written, and somebody may look.
         captured = attn_metadata.is_captured
         output = query.new_zeros(shape) if captured else query.new_empty(shape)
@@ -257,8 +253,8 @@ class TritonMLAImpl(MLAAttentionImpl[TritonMLAMetadata]):
         )
         gpu = launch.gpu_of(query.device)
         config = mla_decode_config(
-            self.dimensions.kv_lora_rank,
-            self.dimensions.qk_rope_head_dim,
+            d.kv_lora_rank,
+            d.qk_rope_head_dim,
             query.element_size(),
             operands.pages.latent.element_size(),
             self.num_heads,
@@ -306,11 +302,10 @@ class TritonMLAImpl(MLAAttentionImpl[TritonMLAMetadata]):
             k_pe[:, 0],
             kv_c_and_k_pe_cache,
             attn_metadata,
-            self.projection,
-            self.cache_format,
+            self.layer,
             k_scale,
             self._dense,
-            output.view(-1, self.num_heads, self.dimensions.v_head_dim),
+            output,
         )
         return lse if self.need_to_return_lse_for_decode else None
 
@@ -320,8 +315,8 @@ class TritonMLAImpl(MLAAttentionImpl[TritonMLAMetadata]):
 
         return LatentPages.of(
             cache,
-            self.cache_format,
-            self.dimensions,
+            self.layer.cache_format,
+            self.layer.dimensions,
             k_scale,
             has_e4m3=launch.gpu_of(cache.device).has_e4m3,
         )

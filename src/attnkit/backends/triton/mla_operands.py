@@ -57,7 +57,7 @@ class LatentPages:
             CacheError: pages are not aligned to the float32 scales in them.
         """
         d = dimensions
-        if is_tiled(cache_format):
+        if cache_format.has_own_scales:
             data = cache.view(torch.uint8)
             layout = cache_format.layout(d.kv_lora_rank, d.qk_rope_head_dim)
             latent = data[..., : layout.k_scales]
@@ -83,11 +83,6 @@ class LatentPages:
             codes=stored.codes,
             k_scale=stored.k_scale,
         )
-
-
-def is_tiled(cache_format: CacheFormat) -> bool:
-    """Latents have a scale per tile beside their codes."""
-    return cache_format.codec is not None and not cache_format.codec.reads_layer_scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

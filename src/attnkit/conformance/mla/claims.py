@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from attnkit.conformance.claims import Claim
+from attnkit.conformance.claims import Claim, common_claims
 from attnkit.conformance.mla.case import MLABasis, MLACase
 from attnkit.conformance.mla.cases import SIZES
 from attnkit.contract import CACHE_DTYPES, AttentionBackend, AttentionType, MLADimensions
@@ -22,57 +20,20 @@ def all_mla_claims(basis: MLABasis) -> tuple[Claim, ...]:
     Args:
         basis: of the cases that show them.
     """
-    return (*_features(), *_formats(), *_sizes(basis), *_refusals())
-
-
-def _features() -> list[Claim]:
-    return [
-        Claim(
-            name="LSE output",
-            made=lambda b: b.supports_lse(),
-            request={"return_lse": True},
-            layer={"return_lse": True},
-            shown_by=lambda c: c.return_lse,
-        ),
-        Claim(
-            name="batch invariance",
-            made=lambda b: b.supports_batch_invariance(),
-            request={"use_batch_invariant": True},
-            shown_by_law="batch_mates_do_not_matter",
-        ),
-        Claim(
-            name="query lengths decided on the device",
-            made=lambda b: b.supports_device_cpu_query_lens_mismatch(),
-            request={"use_adaptive_verification": True},
-            shown_by_law="the_device_has_the_last_word_on_lengths",
-        ),
-    ]
+    return (*common_claims(), *_formats(), *_sizes(basis), *_refusals())
 
 
 def _formats() -> list[Claim]:
-    claims = []
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-        judged = dtype is not torch.float64
-        claims.append(
-            Claim(
-                name=f"dtype {str(dtype).removeprefix('torch.')}",
-                made=lambda b, dtype=dtype: b.supports_dtype(dtype),
-                request={"dtype": dtype},
-                layer={"dtype": dtype},
-                shown_by=(lambda c, dtype=dtype: c.dtype is dtype) if judged else None,
-            )
+    return [
+        Claim(
+            name=f"cache format {name}",
+            made=lambda b, name=name: b.supports_kv_cache_dtype(name),
+            request={"kv_cache_dtype": name},
+            layer={"kv_cache_dtype": name},
+            shown_by=lambda c, name=name: c.kv_cache_dtype == name,
         )
-    for name in CACHE_DTYPES:
-        claims.append(
-            Claim(
-                name=f"cache format {name}",
-                made=lambda b, name=name: b.supports_kv_cache_dtype(name),
-                request={"kv_cache_dtype": name},
-                layer={"kv_cache_dtype": name},
-                shown_by=lambda c, name=name: c.kv_cache_dtype == name,
-            )
-        )
-    return claims
+        for name in CACHE_DTYPES
+    ]
 
 
 def _sizes(basis: MLABasis) -> list[Claim]:
@@ -84,7 +45,7 @@ def _sizes(basis: MLABasis) -> list[Claim]:
     def has(case: Any, d: MLADimensions) -> bool:
         return isinstance(case, MLACase) and case.dimensions == d
 
-    claims = [
+    return [
         Claim(
             name=f"sizes {d}",
             made=lambda b, d=d: takes(b, d),
@@ -99,18 +60,6 @@ def _sizes(basis: MLABasis) -> list[Claim]:
         )
         for d in dict.fromkeys((basis.dimensions, *SIZES))
     ]
-    claims += [
-        Claim(
-            name=f"block size {size}",
-            made=lambda b, size=size: b.supports_block_size(size),
-            request={"block_size": size},
-            layer={"block_size": size},
-            # Pages that an engine would split show a larger block.
-            shown_by=lambda c, size=size: size % c.block_size == 0,
-        )
-        for size in (1, 2, 3, 5, 8, 16, 24, 32, 48, 64, 100, 128, 160, 256)
-    ]
-    return claims
 
 
 def _refusals() -> list[Claim]:
