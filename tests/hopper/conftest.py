@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
 import emulator
 import pytest
 
 from attnkit.backends.hopper import launch
 from attnkit.backends.hopper.backend import HopperBackend
+from attnkit.conformance import simulator
 from attnkit.contract import DeviceCapability
 
 
@@ -22,6 +28,20 @@ class EmulatedHopper(HopperBackend):
         return True
 
 
+@contextmanager
+def emulated_kernels_on(
+    tape: simulator.Tape, interpreted: Callable[..., Any] = simulator.kernels_on
+) -> Iterator[None]:
+    """Emulated kernels go on the tape of a simulated graph too."""
+    kernel_of_grid = emulator.Kernel.__getitem__
+
+    def recorded(kernel: emulator.Kernel, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda **arguments: tape.launch(kernel_of_grid(kernel, grid), **arguments)
+
+    with interpreted(tape), mock.patch.object(emulator.Kernel, "__getitem__", recorded):
+        yield
+
+
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> type[HopperBackend]:
     """The backend class, its attention kernels replaced by emulated ones."""
@@ -29,4 +49,5 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> type[HopperBackend]:
     monkeypatch.setattr(launch, "prefill_kernel", modules["prefill"].prefill_kernel)
     monkeypatch.setattr(launch, "decode_kernel", modules["decode"].decode_kernel)
     monkeypatch.setattr(launch, "TensorDescriptor", emulator.TensorDescriptor)
+    monkeypatch.setattr(simulator, "kernels_on", emulated_kernels_on)
     return EmulatedHopper

@@ -103,7 +103,7 @@ def test_long_and_ragged_batches_are_right(emulated: type[HopperBackend], name: 
     check_case(subject, plain_case(name, subject.basis(), **fields))
 
 
-@pytest.mark.parametrize("part", ["lse-", "mixed_causal", "law:plan_follows"])
+@pytest.mark.parametrize("part", ["lse-", "mixed_causal", "law:plan_follows", "law:captured"])
 def test_the_kit_passes(emulated: type[HopperBackend], part: str) -> None:
     report = verify(emulated, filter=part)
     assert report.ok or part.startswith("law"), report

@@ -11,7 +11,7 @@ as it would not be by a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -45,8 +45,8 @@ class GraphSimulator:
         Raises:
             CaptureRefused: the work reads the value of a tensor on the host.
         """
-        tape = _Tape()
-        with tape, _HostReads(tape), _kernels_on(tape):
+        tape = Tape()
+        with tape, _HostReads(tape), kernels_on(tape):
             work()
         return SimulatedGraph(tape, plans)
 
@@ -58,7 +58,7 @@ class SimulatedGraph:
         num_launches: operations and kernels.
     """
 
-    def __init__(self, tape: _Tape, plans: Mapping[str, Any]) -> None:
+    def __init__(self, tape: Tape, plans: Mapping[str, Any]) -> None:
         self._launches = tape.launches
         self.num_launches = len(tape.launches)
         # What is recorded goes on reading these, whatever becomes of the plans.
@@ -88,8 +88,14 @@ class SimulatedGraph:
             launch()
 
 
-class _Tape(TorchDispatchMode):
-    """What has been launched, and the memory it read or wrote."""
+class Tape(TorchDispatchMode):
+    """What has been launched, and the memory it read or wrote.
+
+    Attributes:
+        launches: in order.
+        storages: addresses of the memory.
+        is_paused: what happens is not recorded.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,11 +103,18 @@ class _Tape(TorchDispatchMode):
         self.storages: set[int] = set()
         self.is_paused = False
 
-    def add(self, launch: Callable[[], object], arguments: object) -> None:
+    def launch(self, run: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Run a kernel and put it on the tape; what it takes to run it here is not put there."""
+        self._add(partial(run, *args, **kwargs), _tensors({"": (args, kwargs)}).values())
+        self.is_paused = True
+        try:
+            run(*args, **kwargs)
+        finally:
+            self.is_paused = False
+
+    def _add(self, launch: Callable[[], object], tensors: Iterable[torch.Tensor]) -> None:
         self.launches.append(launch)
-        for x in tree_leaves(arguments):
-            if isinstance(x, torch.Tensor):
-                self.storages.add(x.untyped_storage().data_ptr())
+        self.storages.update(x.untyped_storage().data_ptr() for x in tensors)
 
     def __torch_dispatch__(
         self,
@@ -119,14 +132,15 @@ class _Tape(TorchDispatchMode):
                 "read lengths when a plan is built, or leave them to the device"
             )
         out = func(*args, **kwargs)
-        self.add(partial(_again, func, args, kwargs, out), (args, kwargs))
+        tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        self._add(partial(_again, func, args, kwargs, out), tensors)
         return out
 
 
 class _HostReads(TorchFunctionMode):
     """Refuses reads that a dispatch mode does not see."""
 
-    def __init__(self, tape: _Tape) -> None:
+    def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
 
@@ -147,9 +161,8 @@ class _HostReads(TorchFunctionMode):
 
 
 @contextmanager
-def _kernels_on(tape: _Tape) -> Iterator[None]:
-    """Triton kernels that are launched inside go on the tape, and what the interpreter does to run
-    them does not."""
+def kernels_on(tape: Tape) -> Iterator[None]:
+    """Triton kernels that are launched inside go on the tape."""
     if not is_interpreting():
         yield
         return
@@ -158,12 +171,7 @@ def _kernels_on(tape: _Tape) -> Iterator[None]:
     run = InterpretedFunction.run
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        tape.add(partial(run, kernel, *args, **kwargs), (args, kwargs))
-        tape.is_paused = True
-        try:
-            run(kernel, *args, **kwargs)
-        finally:
-            tape.is_paused = False
+        tape.launch(run, kernel, *args, **kwargs)
 
     with mock.patch.object(InterpretedFunction, "run", launch):
         yield

@@ -336,7 +336,8 @@ class BlockManager:
                 table[index] = NULL_BLOCK
                 index -= 1
             gone.extend(reversed(freed))
-        self.pool.free(gone)
+        if gone:
+            self.pool.free(gone)
 
     def release(self, blocks: RequestBlocks) -> None:
         """Give back every block and forget the tokens. The tables are empty then."""
