@@ -6,7 +6,7 @@ check: batches of ragged lengths, in processes side by side since most of the ti
 pages, tails, the null block and keys left of every window are NaN, outputs start as NaN, and a float64
 oracle on the card judges. Every case runs three times and must give equal bits.
 time: prefill and decode shapes with other tile choices, beside FlashAttention-3 and cuDNN (through
-`peers.py`), first and last; then the sweeps in which cliffs would show, the cache write and host costs.
+`peers.py`), all in turns; then the sweeps in which cliffs would show, the cache write and host costs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 from attnkit.backends.hopper import launch, tuning
 from attnkit.backends.hopper.config import PrefillConfig
 from attnkit.backends.hopper.plan import Geometry, HopperMetadataBuilder, Plan
+from attnkit.bench import timing
 from attnkit.contract import (
     AttentionVariant,
     CommonAttentionMetadata,
@@ -201,7 +202,7 @@ def calls(b: Batch, t: Tensors, plan: Plan) -> list[launch.KernelCall]:
         )
     if plan.decode is not None:
         d = plan.decode
-        config = tuning.decode_config(*shape)
+        config = tuning.decode_config(*shape, d.tile_rows)
         found.append(launch.decode_call(t.operands, variant, d.share, d.pieces, d.states, config))
     return found
 
@@ -364,6 +365,17 @@ def check_cases() -> Iterator[tuple[str, Batch]]:
             f"decode 300 short D{size} group {group}",
             Batch(queries=(1,) * 300, keys=tuple(rng.randint(1, 200) for _ in range(300)), **heads),
         )
+    short = Batch(queries=(1, 2, 0, 4, 1, 3), keys=(777, 2, 0, 4096, 33, 20000))
+    for size in (64, 128, 256):
+        b = replace(short, head_size=size)
+        yield f"short D{size} sinks and window", replace(b, sinks=True, window=128)
+        yield f"short D{size} cap and window", replace(b, cap=20.0, window=400, page_size=48)
+        yield f"short D{size} alibi", replace(b, alibi=1, dtype=torch.float16)
+        yield f"short D{size} alibi sqrt", replace(b, alibi=2, layout="split")
+        yield f"short D{size} not causal", replace(b, causal=False, page_size=256)
+        for num in (130, 256, 300):
+            alike = replace(b, queries=(1,) * num, keys=(1000,) * num)
+            yield f"alike {num} D{size}", alike
     yield "decode window", Batch(queries=(1, 4, 16), keys=(9000, 20000, 300), window=4096)
     yield "few long queries", Batch(queries=(128, 20), keys=(20000, 9000), num_heads=8)
     for size in (64, 128, 256):
@@ -487,67 +499,63 @@ def prefill_variants(config: PrefillConfig) -> dict[str, PrefillConfig]:
     found = {
         "turns" if not config.turns else "no turns": replace(config, turns=not config.turns),
     }
-    if config.q_stages == 2:
-        found["one Q"] = replace(config, q_stages=1)
+    if config.head_size < 256:
+        found["two Q"] = replace(config, q_stages=2)
     if config.head_size == 64:
-        three = replace(
+        two = replace(
             config,
-            num_consumers=3,
-            block_n=64,
-            rows=math.gcd(config.page_size, 64),
-            stages=4,
-            maxnreg=128,
-            consumer_registers=160,
-            producer_registers=32,
+            num_consumers=2,
+            block_n=128,
+            rows=math.gcd(config.page_size, 128),
+            stages=2,
+            maxnreg=168,
+            consumer_registers=240,
+            producer_registers=24,
         )
-        found["3 consumers"] = three
-        found["3 consumers, no turns"] = replace(three, turns=False)
-        found["4 stages"] = replace(config, stages=4)
+        found["2 consumers"] = two
+        found["2 consumers, no turns"] = replace(two, turns=False)
+        found["two Q, no turns"] = replace(config, q_stages=2, turns=False)
     return found
 
 
 class Clock:
-    """Medians of calls, kept as rows."""
+    """Medians of calls, kept as rows. Contenders take turns, because the card is power limited."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
-    def time(
+    def race(
         self,
         case: str,
-        who: str,
-        run: Callable[[], Any],
+        contenders: dict[str, Callable[[], Any]],
         *,
         flops: float = 0.0,
         num_bytes: float = 0.0,
         graph: bool = False,
-        rep: int = 40,
-    ) -> float | None:
-        """Milliseconds with a cold L2, or of a graph's replay; None if it fails."""
-        from triton.testing import do_bench, do_bench_cudagraph
-
-        row: dict[str, Any] = {"case": case, "who": who, "graph": graph}
-        try:
-            run()
-            torch.cuda.synchronize()
-            if graph:
-                with torch.cuda.stream(torch.cuda.Stream()):
-                    ms = do_bench_cudagraph(run, rep=20, return_mode="median")
-            else:
-                ms = do_bench(run, warmup=8, rep=rep, return_mode="median")
-        except Exception as error:  # noqa: BLE001 (one contender must not stop the others)
-            row["error"] = repr(error)[:200]
+    ) -> None:
+        """Time calls with a cold L2, or replays of their graphs; one that fails is left out."""
+        ready = {}
+        for who, run in contenders.items():
+            try:
+                run()
+                torch.cuda.synchronize()
+                ready[who] = timing.capture(run, 200.0) if graph else run
+            except Exception as error:  # noqa: BLE001 (one contender must not stop the others)
+                self.rows.append({"case": case, "who": who, "error": repr(error)[:200]})
+                print(f"{case:28s} {who:26s} {error!r:.200}", flush=True)
+        effort = timing.Effort(seconds=0.02, min_rounds=12, max_rounds=60)
+        times = (timing.time_graphs if graph else timing.time_cold)(ready, effort, DEVICE)
+        for who, t in times.items():
+            ms = t.median_us / 1e3
+            row = {"case": case, "who": who, "graph": graph, "ms": ms, "p10_us": t.p10_us}
+            row |= {"p90_us": t.p90_us, "tflops": flops / ms / 1e9, "tbs": num_bytes / ms / 1e9}
             self.rows.append(row)
-            print(f"{case:28s} {who:26s} {row['error']}", flush=True)
-            return None
-        row |= {"ms": ms, "tflops": flops / ms / 1e9, "tbs": num_bytes / ms / 1e9}
-        self.rows.append(row)
-        rate = f"{row['tflops']:7.1f} TFLOP/s" if flops else f"{row['tbs']:6.3f} TB/s"
-        print(
-            f"{case:28s} {who:26s} {ms * 1e3:9.1f} us {rate} {'graph' if graph else ''}",
-            flush=True,
-        )
-        return ms
+            rate = f"{row['tflops']:7.1f} TFLOP/s" if flops else f"{row['tbs']:6.3f} TB/s"
+            print(
+                f"{case:28s} {who:26s} {t.median_us:9.1f} us "
+                f"({t.p10_us:.1f}-{t.p90_us:.1f}) {rate} {'graph' if graph else ''}",
+                flush=True,
+            )
 
 
 def time_prefill(clock: Clock, rivals: dict[str, Any]) -> None:
@@ -567,8 +575,6 @@ def time_prefill(clock: Clock, rivals: dict[str, Any]) -> None:
             contenders = _prefill_rivals(paged, t, rivals)
             if page == 128:
                 contenders = {k: v for k, v in contenders.items() if "paged" in k}
-            for name, run in contenders.items():
-                clock.time(case, f"{name} p{page}", run, flops=flops)
             reference = contenders["FA3 paged"]() if "FA3 paged" in contenders else None
             plan = (
                 make_builder(paged)
@@ -581,13 +587,11 @@ def time_prefill(clock: Clock, rivals: dict[str, Any]) -> None:
                 {"hopper": config, **prefill_variants(config)} if page == 16 else {"hopper": config}
             )
             for who, choice in choices.items():
-                run = _other_choice(paged, t, choice)
-                clock.time(case, f"{who} p{page}", run, flops=flops)
+                contenders[who] = _other_choice(paged, t, choice)
+                contenders[who]()
                 _compare(case, who, t, reference)
-            clock.time(case, f"hopper again p{page}", ours.launch, flops=flops)
-            for name, run in contenders.items():
-                if "FA3" in name:
-                    clock.time(case, f"{name} again p{page}", run, flops=flops)
+            named = {f"{who} p{page}": run for who, run in contenders.items()}
+            clock.race(case, named, flops=flops)
             del t, contenders, reference
             torch.cuda.empty_cache()
 
@@ -719,18 +723,31 @@ def _decode_case(
 
     contenders: dict[str, Callable[[], Any]] = {"hopper": ours}
     if rivals.get("fa3"):
-        contenders = {"FA3": _fa3_decode(b, t, rivals), **contenders}
-        contenders["FA3 again"] = contenders["FA3"]
-    for who, call in contenders.items():
-        if cold:
-            clock.time(case, who, call, num_bytes=num_bytes, rep=25)
+        contenders["FA3"] = _fa3_decode(b, t, rivals)
         if reads:
-            clock.time(case, who, call, num_bytes=num_bytes, graph=True)
+            contenders |= _other_plans(b, t)
+    if cold:
+        clock.race(case, contenders, num_bytes=num_bytes)
+    if reads:
+        clock.race(case, contenders, num_bytes=num_bytes, graph=True)
     if rivals.get("fa3"):
         reference = contenders["FA3"]()
         ours()
         _compare(case, "hopper", t, reference)
     torch.cuda.empty_cache()
+
+
+def _other_plans(b: Batch, t: Tensors) -> dict[str, Callable[[], Any]]:
+    """Decodes with tiles of 64 rows."""
+    from attnkit.backends.hopper import plan as planning
+
+    usual = planning.decode_rows
+    planning.decode_rows = lambda group_size, query_len: 64
+    try:
+        run = calls(b, t, make_builder(b).build(0, t.batch).plan(b.geometry))
+    finally:
+        planning.decode_rows = usual
+    return {"64 rows": lambda: [call.launch() for call in run]}
 
 
 def _fa3_decode(b: Batch, t: Tensors, rivals: dict[str, Any]) -> Callable[[], Any]:
@@ -774,7 +791,7 @@ def time_host(clock: Clock) -> None:
         key, value = (torch.randn(num, 8, 128, device=DEVICE, dtype=b.dtype) for _ in range(2))
         slots = torch.randperm(65536, device=DEVICE)[:num] + 16
         call = launch.write_call(key, value, t.key, t.value, slots)
-        clock.time("write", f"{num} tokens", call.launch, num_bytes=8.0 * num * 8 * 128)
+        clock.race("write", {f"{num} tokens": call.launch}, num_bytes=8.0 * num * 8 * 128)
     cases = {
         "256 decodes": Batch(queries=(1,) * 256, keys=(1000,) * 256, num_heads=32, num_kv_heads=8),
         "8192-token prompt": Batch(queries=(8192,), keys=(8192,), num_heads=32, num_kv_heads=8),

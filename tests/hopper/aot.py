@@ -9,6 +9,7 @@ descriptors (see `stale_descriptors`).
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import math
@@ -67,7 +68,8 @@ def signature(arg_names: list[str], config: Any, dtype: str) -> dict[str, str]:
         elif absent.get(name):
             types_of[name] = f"*{dtype}"
         elif name == "q_desc":
-            types_of[name] = descriptor(64 // config.pack, 1, config.pack, 64)
+            rows = getattr(config, "tile_rows", 64)
+            types_of[name] = descriptor(rows // config.pack, 1, config.pack, 64)
         elif name in ("k_desc", "v_desc"):
             types_of[name] = descriptor(1, 1, config.rows, 64)
         elif name == "out_ptr":
@@ -121,7 +123,7 @@ def compile_kernel(kernel: Any, config: Any, dtype: str) -> dict[str, Any]:
         "spilled_bytes": int(spill[1]) if spill else 0,
         "spills_in_loops": [sum(bool(re.search(r"\b(STL|LDL)\b", x)) for x in h) for h in hot],
         "loop_instructions": [len(loop) for loop in hot],
-        "products": ptx.count("wgmma.mma_async"),
+        "products": ptx.count("wgmma.mma_async") + ptx.count("mma.sync"),
         "copies": ptx.count("cp.async.bulk.tensor"),
         "warnings": [
             line for line in text.splitlines() if re.search(r"warning|C75\d\d", line, re.I)
@@ -154,7 +156,9 @@ def _inner_product_loops(instructions: list[str]) -> list[tuple[int, int]]:
         if match and not polls and labels.get(match[1], i) < i:
             loops.append((labels[match[1]], i))
     held = [
-        (a, b) for a, b in loops if sum("HGMMA" in line for line in instructions[a : b + 1]) >= 8
+        (a, b)
+        for a, b in loops
+        if sum(bool(re.match(r"(@!?U?P\d+ )?HG?MMA", x)) for x in instructions[a : b + 1]) >= 8
     ]
     return [
         (a, b) for a, b in held if not any((c, d) != (a, b) and c >= a and d <= b for c, d in held)
@@ -195,7 +199,11 @@ def variants(everything: bool) -> Iterator[tuple[str, str, Any, str]]:
     from attnkit.backends.hopper.config import ScoreConfig
     from attnkit.backends.hopper.tuning import HEAD_SIZES, decode_config, prefill_config
 
-    makers = {"prefill": prefill_config, "decode": decode_config}
+    makers = {
+        "prefill": prefill_config,
+        "decode": functools.partial(decode_config, tile_rows=64),
+        "decode16": functools.partial(decode_config, tile_rows=16),
+    }
     plain = ScoreConfig()
     scores = {
         "lse": ScoreConfig(lse=True),
@@ -214,7 +222,8 @@ def variants(everything: bool) -> Iterator[tuple[str, str, Any, str]]:
             if everything or head_size == 128:
                 shapes += [(name, score, 4, 16, "fp16") for name, score in scores.items()]
             if everything:
-                shapes += [(f"group {g}", plain, g, 16, "bf16") for g in (1, 6, 8, 64)]
+                groups = (1, 6, 8, 16 if kernel == "decode16" else 64)
+                shapes += [(f"group {g}", plain, g, 16, "bf16") for g in groups]
                 shapes += [(f"page {p}", plain, 4, p, "bf16") for p in (32, 48, 128, 160, 256)]
             for name, score, group, page, dtype in shapes:
                 config = make(head_size, group, page, score)
@@ -226,7 +235,7 @@ def reports(everything: bool) -> Iterator[dict[str, Any]]:
     from attnkit.backends.hopper.decode import decode_kernel
     from attnkit.backends.hopper.prefill import prefill_kernel
 
-    kernels = {"prefill": prefill_kernel, "decode": decode_kernel}
+    kernels = {"prefill": prefill_kernel, "decode": decode_kernel, "decode16": decode_kernel}
     for name, kernel, config, dtype in variants(everything):
         yield {"name": name, **compile_kernel(kernels[kernel], config, dtype)}
 
@@ -265,7 +274,7 @@ def main() -> None:
             print(
                 f"{report['name']:28s} smem {report['shared']:6d} spilled "
                 f"{report['spilled_bytes']:4d} B, in loops {sum(report['spills_in_loops'])}, "
-                f"wgmma {report['products']}, tma {report['copies']}, loops {loops}",
+                f"products {report['products']}, tma {report['copies']}, loops {loops}",
                 *bad,
                 sep="\n  ",
                 flush=True,

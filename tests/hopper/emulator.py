@@ -54,6 +54,13 @@ class Value:
     def shape(self) -> tuple[int, ...]:
         return self.array.shape
 
+    def reshape(self, shape: Sequence[int]) -> Value:
+        return Value(self.array.reshape(shape), self.dtype)
+
+    @property
+    def type(self) -> Any:
+        return types.SimpleNamespace(layout=None)
+
     def to(self, dtype: str) -> Value:
         if dtype in ("fp16", "bf16"):
             rounded = torch.from_numpy(np.array(self.array, np.float32)).to(_TORCH[dtype])
@@ -336,17 +343,17 @@ class BarrierArray:
 class Product:
     """A product in flight. Its operands are read when it is waited for."""
 
-    def __init__(self, a: Any, b: Shared, acc: Any, use_acc: bool) -> None:
+    def __init__(self, a: Any, b: Any, acc: Any, use_acc: bool) -> None:
         self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
         self.result: Value | None = None
 
     def run(self) -> None:
-        a = self.a.read() if isinstance(self.a, Shared) else self.a.array
+        a, b = (x.read() if isinstance(x, Shared) else x.array for x in (self.a, self.b))
         acc = self.acc.result if isinstance(self.acc, Product) else self.acc
         assert acc is not None
         assert acc.dtype == "fp32"
         with np.errstate(all="ignore"):
-            product = torch.from_numpy(a) @ torch.from_numpy(self.b.read())
+            product = torch.from_numpy(a) @ torch.from_numpy(b)
             result = product.numpy() + acc.array if self.use_acc else product.numpy()
             self.result = Value(result, "fp32")
 
@@ -582,6 +589,13 @@ def warpgroup_mma(a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async
     return product
 
 
+def mma_v2(a: Value, b: Value, acc: Value) -> Value:
+    product = Product(a, b, acc, use_acc=True)
+    product.run()
+    assert product.result is not None
+    return product.result
+
+
 def warpgroup_mma_wait(num_outstanding: int, deps: Sequence[Any]) -> Any:
     products = _HERE.products
     while len(products) > num_outstanding:
@@ -663,8 +677,9 @@ def _api() -> types.ModuleType:
         barrier=lambda: None,
         fence_async_shared=lambda: None,
         gl=gl,
-        gluon=types.SimpleNamespace(jit=_jit),
+        gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_constexpr),
         mbarrier=mbarrier,
+        mma_v2=mma_v2,
         named_barrier_arrive=lambda x, i, n: _named_barrier(x, i, n, False),
         named_barrier_sync=lambda x, i, n: _named_barrier(x, i, n, True),
         opaque=lambda x: x,

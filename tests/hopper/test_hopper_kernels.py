@@ -81,6 +81,32 @@ CASES: dict[str, dict[str, Any]] = {
         "query_lens": (16, 9, 16, 3),
         "seq_lens": (300, 700, 16, 1100),
     },
+    "rows_16_window_cap": {
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "sliding_window": 130,
+        "freed_window": True,
+        "logits_soft_cap": 5.0,
+        "query_gain": 4.0,
+        "query_lens": (1, 4, 0, 3),
+        "seq_lens": (300, 700, 0, 1100),
+    },
+    "rows_16_alibi_sinks": {
+        "num_heads": 7,
+        "num_kv_heads": 1,
+        "head_size": 128,
+        "alibi": True,
+        "sinks": True,
+        "block_size": 48,
+        "query_lens": (1, 2, 1),
+        "seq_lens": (300, 2, 1100),
+    },
+    "rows_16_alike": {
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "query_lens": (1, 1),
+        "seq_lens": (500, 500),
+    },
     "group_of_64": {
         "num_heads": 64,
         "num_kv_heads": 1,
@@ -172,7 +198,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "K is released before it is read": (
         "prefill",
         "    take_turn(step, ME, CONFIG)\n    s = gl.zeros([64, BLOCK_N]",
-        "    mbarrier.arrive(k_empty.index(slot), count=1)\n    s = gl.zeros([64, BLOCK_N]",
+        "    mbarrier.arrive(empty.index(slot), count=1)\n    s = gl.zeros([64, BLOCK_N]",
     ),
     "decode tail is not zeroed": (
         "decode",

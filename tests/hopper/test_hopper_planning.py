@@ -77,7 +77,7 @@ def test_programs_get_even_work(window: int | None) -> None:
 
 def test_records_of_row_tiles_follow_the_device_not_the_host() -> None:
     """Lengths on the host were bounds; the records hold what the device knows."""
-    config = prefill_config(64, 4, 16, ScoreConfig())
+    config = prefill_config(128, 4, 16, ScoreConfig())
     tiles = share_row_tiles(
         np.array([0, 100]), np.array([0, 260]), 2, 4, config, causal=True, window=None
     )
@@ -107,7 +107,7 @@ def test_records_of_row_tiles_follow_the_device_not_the_host() -> None:
 def test_pieces_of_decodes_are_each_tile_once_and_even(
     num_programs: int, window: int | None
 ) -> None:
-    config = decode_config(64, 8, 16, ScoreConfig())
+    config = decode_config(64, 8, 16, ScoreConfig(), 64)
     queries, keys = [1, 0, 16, 300, 3, 1], [4000, 0, 900, 5000, 0, 70]
     num_kv_heads, tokens = 2, 8
     lengths = Lengths(

@@ -128,8 +128,8 @@ class HopperBackend(AttentionBackend):
 
     @classmethod
     def estimate_cost(cls, request: Any) -> float:
-        """Below the portable kernels on every prompt and all but one decode that were measured side by
-        side (benchmarks/attention-h200.json): 1.6 to 1.7 times their speed on prompts, 1.0 to 2.2 on decodes.
+        """Below the portable kernels, beside which it ran 1.2 to 1.7 times as fast on prompts and 1.0 to
+        2.2 times on all but one decode (benchmarks/attention-h200.json).
         """
         if request.num_heads > MAX_GROUP_SIZE * request.num_kv_heads:
             return math.inf  # The impl refuses: heads are known to selection only here.

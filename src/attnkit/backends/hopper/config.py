@@ -81,7 +81,9 @@ class DecodeConfig(KernelConfig):
     """What the decode kernel is compiled for; `pack` is the group size rounded up.
 
     Attributes:
+        tile_rows: of a row tile: 64 for products of a warpgroup (wgmma), 16 for products of a warp.
         q_in_registers: Q is read out of shared memory at once, so that the next piece's can follow.
     """
 
+    tile_rows: int
     q_in_registers: bool

@@ -4,10 +4,11 @@ In: packed queries, the paged pool, and pieces of work (`decode_plan`): all K/V 
 one row, cut into one equal share for each program. Out: output and LSE. Device code;
 `launch.launch_decode` starts it.
 
-A unit is one request, KV head and tile of up to 64 rows (query tokens times the heads of the group). A
-program walks through the pieces of its share: whole units, and the ends of units that it shares with
-its neighbours. A unit in several pieces leaves its states in memory, and whoever comes last folds them,
-eight at a time and always in the order of the keys, so the bits do not depend on who came last.
+A unit is one request, KV head and tile of up to 16 or 64 rows (query tokens times the heads of the
+group). A program walks through the pieces of its share: whole units, and the ends of units that it
+shares with its neighbours. A unit in several pieces leaves its states in memory, and whoever comes last
+folds them, eight at a time and always in the order of the keys, so the bits do not depend on who came
+last.
 
 One warp copies K and Q, one copies V, one warpgroup attends. The copies run ahead over the borders
 between pieces, so memory is never idle.
@@ -23,6 +24,7 @@ from attnkit.backends.hopper.gluon_api import (
     gl,
     gluon,
     mbarrier,
+    mma_v2,
     reinterpret,
     tma_load,
     warpgroup_mma,
@@ -42,6 +44,43 @@ from attnkit.backends.hopper.tile import (
 
 RADIX = gl.constexpr(8)
 """States that are folded at once. Their loads are in flight together: 32 registers a thread."""
+
+
+@gluon.constexpr_function
+def product_layout(CONFIG, columns):
+    """Of a product's result with `columns` columns.
+
+    64 rows: a warp has 16 of them and all columns. 16 rows: each warp has all of them and a quarter of
+    the columns, so maxima and weights cross warps, through shared memory.
+    """
+    if CONFIG.tile_rows == 64:
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+    return gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
+
+
+@gluon.jit
+def multiply_keys(q, k_tile, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
+    """q.k of one tile, raw."""
+    TILE_ROWS: gl.constexpr = CONFIG.tile_rows
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    s = gl.zeros([TILE_ROWS, BLOCK_N], gl.float32, LAYOUT)
+    if CONFIG.tile_rows == 64:
+        s = warpgroup_mma(q, k_tile.permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+    else:
+        s = mma_v2(q, k_tile.permute((1, 0)).load(gl.DotOperandLayout(1, LAYOUT, 2)), s)
+    return s
+
+
+@gluon.jit
+def add_values(p, v_tile, acc, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
+    """acc + p.v of one tile."""
+    if CONFIG.tile_rows == 64:
+        acc = warpgroup_mma(p, v_tile, acc, is_async=True)
+        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    else:
+        acc = mma_v2(p, v_tile.load(gl.DotOperandLayout(1, LAYOUT, 2)), acc)
+    return acc
 
 
 @gluon.jit
@@ -132,7 +171,7 @@ def produce(
             if LOADS_Q:
                 if n == 0:
                     mbarrier.wait(q_empty, (num_done & 1) ^ 1)
-                    mbarrier.expect(q_full, 64 * STRIPS * 128)
+                    mbarrier.expect(q_full, CONFIG.tile_rows * STRIPS * 128)
                     for c in gl.static_range(STRIPS):
                         tma_load(q_desc, [token, kv_head, 0, c * 64], q_full, q_buffer.index(c))
             step += 1
@@ -212,7 +251,8 @@ def fold_states(
     totals = ()
     for i in gl.static_range(RADIX):
         there = live & (i < count)
-        place = place_of_state(split + i * stride, first_program).to(gl.int64) * 64 + row
+        place = place_of_state(split + i * stride, first_program).to(gl.int64)
+        place = place * CONFIG.tile_rows + row
         tops = tops + (
             gl.load(sums_ptr + place * 2, mask=there, other=float("-inf"), cache_modifier=".cg"),
         )
@@ -322,7 +362,7 @@ def merge_unit(
                     )
                 else:
                     column = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, FOLD_LAYOUT))
-                    where = place.to(gl.int64) * 64 + row
+                    where = place.to(gl.int64) * CONFIG.tile_rows + row
                     pointers = gl.expand_dims(states_ptr + where * HEAD_SIZE, 1)
                     pointers = pointers + gl.expand_dims(column, 0)
                     gl.store(pointers, acc, mask=gl.expand_dims(live, 1))
@@ -344,9 +384,8 @@ def consume(
     q_full,
     q_empty,
     k_full,
-    k_empty,
     v_full,
-    v_empty,
+    empty,
     share_ptr,
     pieces_ptr,
     states_ptr,
@@ -365,16 +404,17 @@ def consume(
     score_factor,
     cap_log2,
 ):
-    """The warpgroup that attends for up to 64 rows of each piece."""
+    """The warpgroup that attends for the rows of each piece."""
+    TILE_ROWS: gl.constexpr = CONFIG.tile_rows
     BLOCK_N: gl.constexpr = CONFIG.block_n
     HEAD_SIZE: gl.constexpr = CONFIG.head_size
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
+    S_LAYOUT: gl.constexpr = product_layout(CONFIG, BLOCK_N)
+    ACC_LAYOUT: gl.constexpr = product_layout(CONFIG, HEAD_SIZE)
     Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, ACC_LAYOUT)
-    row = gl.arange(0, 64, ROW_LAYOUT)
+    row = gl.arange(0, TILE_ROWS, ROW_LAYOUT)
     row_token = row // CONFIG.pack
     factors = (log2_scale, score_factor, cap_log2)
     at, end, record = my_share(share_ptr)
@@ -395,9 +435,11 @@ def consume(
             head = kv_head * CONFIG.group_size + in_group
             slopes = gl.load(slopes_ptr + head, mask=in_group < CONFIG.group_size, other=0.0)
             slopes = slopes * 1.4426950408889634
-        top = gl.full([64], float("-inf"), gl.float32, ROW_LAYOUT)
-        total = gl.zeros([64], gl.float32, ROW_LAYOUT)
-        acc = gl.zeros([64, HEAD_SIZE], gl.float32, ACC_LAYOUT)
+        top = gl.full([TILE_ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
+        # Where a row is spread over warps, its weights are added up column by column until the end.
+        SUMS: gl.constexpr = [TILE_ROWS] if TILE_ROWS == 64 else [TILE_ROWS, BLOCK_N]
+        total = gl.zeros(SUMS, gl.float32, ROW_LAYOUT if TILE_ROWS == 64 else S_LAYOUT)
+        acc = gl.zeros([TILE_ROWS, HEAD_SIZE], gl.float32, ACC_LAYOUT)
         mbarrier.wait(q_full, num_done & 1)
         q = q_tile
         if CONFIG.q_in_registers:
@@ -409,37 +451,38 @@ def consume(
             slot = step % CONFIG.stages
             phase = (step // CONFIG.stages) & 1
             mbarrier.wait(k_full.index(slot), phase)
-            s = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
-            s = warpgroup_mma(
-                q, k_tiles.index(slot).permute((1, 0)), s, use_acc=False, is_async=True
-            )
-            s = warpgroup_mma_wait(0, deps=(s,))
-            mbarrier.arrive(k_empty.index(slot), count=1)
+            s = multiply_keys(q, k_tiles.index(slot), S_LAYOUT, CONFIG)
             is_cut = tile * BLOCK_N + BLOCK_N > end_whole
             if CONFIG.score.window:
                 is_cut = is_cut | (tile * BLOCK_N < first_whole)
             s = finish_scores(s, tile, sight, slopes, factors, S_LAYOUT, CONFIG)
             if is_cut:
                 s = mask_scores(s, tile, sight, S_LAYOUT, CONFIG)
-            weights, fade, top, total = online_softmax(s, top, total, log2_scale, True)
+            weights, fade, top = online_softmax(s, top, log2_scale, True)
+            if TILE_ROWS == 64:
+                total = total * fade + gl.sum(weights, 1)
+            else:
+                total = total * gl.expand_dims(fade, 1) + weights
             p = gl.convert_layout(weights.to(q_tile.dtype), P_LAYOUT)
             acc = acc * gl.expand_dims(gl.convert_layout(fade, ACC_ROWS), 1)
             mbarrier.wait(v_full.index(slot), phase)
             zero_past_end(v_boxes, slot, tile, num_keys, CONFIG)
             if CONFIG.score.window:
                 zero_before_window(v_boxes, slot, tile, first_key, CONFIG)
-            acc = warpgroup_mma(p, v_tiles.index(slot), acc, is_async=True)
-            acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-            mbarrier.arrive(v_empty.index(slot), count=1)
+            acc = add_values(p, v_tiles.index(slot), acc, ACC_LAYOUT, CONFIG)
+            # K and V at once: each arrival costs barriers of the whole warpgroup.
+            mbarrier.arrive(empty.index(slot), count=1)
             step += 1
         if not CONFIG.q_in_registers:
             mbarrier.arrive(q_empty, count=1)
 
+        if TILE_ROWS != 64:
+            total = gl.sum(total, 1)
         split, num_splits, first_program = read_split(record)
         unit = read_unit(record)
         top = gl.convert_layout(top, ACC_ROWS)
         total = gl.convert_layout(total, ACC_ROWS)
-        acc_row = gl.arange(0, 64, ACC_ROWS)
+        acc_row = gl.arange(0, TILE_ROWS, ACC_ROWS)
         if num_splits == 1:
             store_out(
                 CONFIG,
@@ -461,7 +504,8 @@ def consume(
             )
         else:
             live = acc_row < num_tokens * CONFIG.pack
-            where = place_of_state(split, first_program).to(gl.int64) * 64 + acc_row
+            where = place_of_state(split, first_program).to(gl.int64)
+            where = where * CONFIG.tile_rows + acc_row
             column = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, ACC_LAYOUT))
             pointers = gl.expand_dims(states_ptr + where * HEAD_SIZE, 1)
             pointers = pointers + gl.expand_dims(column, 0)
@@ -533,10 +577,12 @@ def decode_kernel(
     STRIPS: gl.constexpr = HEAD_SIZE // 64
     BOXES: gl.constexpr = STAGES * STRIPS * (BLOCK_N // ROWS)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_boxes = gl.allocate_shared_memory(DTYPE, [STRIPS, 64 // PACK, 1, PACK, 64], q_desc.layout)
+    TILE_ROWS: gl.constexpr = CONFIG.tile_rows
+    Q_SHAPE: gl.constexpr = [STRIPS, TILE_ROWS // PACK, 1, PACK, 64]
+    q_boxes = gl.allocate_shared_memory(DTYPE, Q_SHAPE, q_desc.layout)
     k_boxes = gl.allocate_shared_memory(DTYPE, [BOXES, 1, 1, ROWS, 64], k_desc.layout)
     v_boxes = gl.allocate_shared_memory(DTYPE, [BOXES, 1, 1, ROWS, 64], v_desc.layout)
-    q_tile = reinterpret(q_boxes, DTYPE, [64, HEAD_SIZE], MATRIX)
+    q_tile = reinterpret(q_boxes, DTYPE, [TILE_ROWS, HEAD_SIZE], MATRIX)
     k_tiles = reinterpret(k_boxes, DTYPE, [STAGES, BLOCK_N, HEAD_SIZE], MATRIX)
     v_tiles = reinterpret(v_boxes, DTYPE, [STAGES, BLOCK_N, HEAD_SIZE], MATRIX)
 
@@ -544,16 +590,14 @@ def decode_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=1)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
-        mbarrier.init(k_empty.index(s), count=1)
         mbarrier.init(v_full.index(s), count=1)
-        mbarrier.init(v_empty.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
     fence_async_shared()
     barrier()
 
@@ -565,17 +609,16 @@ def decode_kernel(
         q_full,
         q_empty,
         k_full,
-        k_empty,
         v_full,
-        v_empty,
+        empty,
     )
     consumer = consumer + (share_ptr, pieces_ptr, states_ptr, sums_ptr, counters_ptr, num_states)
     consumer = consumer + (out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride_token)
     consumer = consumer + (slopes_ptr, sinks_ptr, window, log2_scale, score_factor, cap_log2)
     pieces = (q_desc, q_boxes, q_full, q_empty, share_ptr, pieces_ptr, table_ptr, table_stride)
     pieces = pieces + (num_pages, window)
-    keys = (k_desc, k_boxes, k_full, k_empty) + pieces
-    values = (v_desc, v_boxes, v_full, v_empty) + pieces
+    keys = (k_desc, k_boxes, k_full, empty) + pieces
+    values = (v_desc, v_boxes, v_full, empty) + pieces
     REGISTERS: gl.constexpr = CONFIG.producer_registers
     gl.warp_specialize(
         [

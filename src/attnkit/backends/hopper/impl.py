@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from attnkit.backends.hopper.config import DecodeConfig, PrefillConfig
+from attnkit.backends.hopper.config import ScoreConfig
 from attnkit.backends.hopper.plan import Geometry, HopperMetadata
 from attnkit.backends.hopper.tuning import (
     HEAD_SIZES,
@@ -69,7 +69,7 @@ class HopperImpl(AttentionImpl[HopperMetadata]):
         if sliding_window is not None and sliding_window >= _NO_WINDOW:
             variant = replace(variant, sliding_window=None)
         self.variant = variant
-        self._configs: dict[tuple[int, bool], tuple[PrefillConfig, DecodeConfig]] = {}
+        self._scores: dict[bool, ScoreConfig] = {}
 
     def forward(
         self,
@@ -120,15 +120,27 @@ class HopperImpl(AttentionImpl[HopperMetadata]):
             lse=lse,
             block_table=attn_metadata.block_table,
         )
-        prefill, decode = self._config(page_size, lse is not None)
+        shape = (self.head_size, self.group_size, page_size, self._score(lse is not None))
         if plan.prefill is not None:
             p = plan.prefill
             prefill_call(
-                operands, self.variant, p.starts, p.num_programs, p.records, prefill
+                operands,
+                self.variant,
+                p.starts,
+                p.num_programs,
+                p.records,
+                prefill_config(*shape),
             ).launch()
         if plan.decode is not None:
             d = plan.decode
-            decode_call(operands, self.variant, d.share, d.pieces, d.states, decode).launch()
+            decode_call(
+                operands,
+                self.variant,
+                d.share,
+                d.pieces,
+                d.states,
+                decode_config(*shape, d.tile_rows),
+            ).launch()
         return output if lse is None else (output, lse)
 
     def do_kv_cache_update(
@@ -153,18 +165,13 @@ class HopperImpl(AttentionImpl[HopperMetadata]):
             window=self.variant.sliding_window,
         )
 
-    def _config(self, page_size: int, lse: bool) -> tuple[PrefillConfig, DecodeConfig]:
-        configs = self._configs.get((page_size, lse))
-        if configs is None:
+    def _score(self, lse: bool) -> ScoreConfig:
+        score = self._scores.get(lse)
+        if score is None:
             from attnkit.backends.hopper.launch import score_config
 
-            score = score_config(self.variant, lse=lse)
-            shape = (self.head_size, self.group_size, page_size, score)
-            configs = self._configs[page_size, lse] = (
-                prefill_config(*shape),
-                decode_config(*shape),
-            )
-        return configs
+            score = self._scores[lse] = score_config(self.variant, lse=lse)
+        return score
 
 
 def _refuse(

@@ -183,7 +183,7 @@ def share_decodes_call(
             "max_query_len": max_query_len,
             "num_programs": num_programs,
             "NUM_KV_HEADS": num_kv_heads,
-            "TOKENS": 64 // config.pack,
+            "TOKENS": config.tile_rows // config.pack,
             "BLOCK_N": config.block_n,
             "LEAST": MIN_DECODE_TILES,
             "BLOCK_REQS": 256,
@@ -216,7 +216,7 @@ def prefill_call(
         kernel=prefill_kernel,
         grid=(num_programs,),
         arguments={
-            **_descriptors(operands, config, config.pack),
+            **_descriptors(operands, config, config.pack, 64),
             "starts_ptr": starts,
             "tiles_ptr": records,
             **_common(operands, variant),
@@ -232,8 +232,8 @@ class States:
     """Where pieces of shared units leave their states; two places a program.
 
     Attributes:
-        acc: float32 (2 * num_programs, 64, head_size).
-        sums: float32 (2 * num_programs, 64, 2): maximum and sum.
+        acc: float32 (2 * num_programs, tile_rows, head_size).
+        sums: float32 (2 * num_programs, tile_rows, 2): maximum and sum.
         counters: int32 (4, 2 * num_programs), zero before and after each launch: at each level of the
             tree, states that have come to a group.
     """
@@ -243,12 +243,12 @@ class States:
     counters: torch.Tensor
 
     @classmethod
-    def make(cls, num_programs: int, head_size: int, device: torch.device | str) -> States:
+    def make(cls, num_programs: int, config: DecodeConfig, device: torch.device | str) -> States:
         """Allocate them; four levels of eight hold the states of 4,096 programs."""
-        num = 2 * num_programs
+        num, rows = 2 * num_programs, config.tile_rows
         return cls(
-            acc=torch.empty(num, 64, head_size, dtype=torch.float32, device=device),
-            sums=torch.empty(num, 64, 2, dtype=torch.float32, device=device),
+            acc=torch.empty(num, rows, config.head_size, dtype=torch.float32, device=device),
+            sums=torch.empty(num, rows, 2, dtype=torch.float32, device=device),
             counters=torch.zeros(4, num, dtype=torch.int32, device=device),
         )
 
@@ -276,7 +276,7 @@ def decode_call(
         kernel=decode_kernel,
         grid=(num_states // 2,),
         arguments={
-            **_descriptors(operands, config, config.group_size),
+            **_descriptors(operands, config, config.group_size, config.tile_rows),
             "share_ptr": share,
             "pieces_ptr": pieces,
             "states_ptr": states.acc,
@@ -356,9 +356,9 @@ def check_strides(name: str, x: torch.Tensor, error: type[AttnkitError]) -> None
     )
 
 
-def _descriptors(o: Operands, config: KernelConfig, heads: int) -> dict[str, Any]:
-    """Tensor maps of Q, K and V. A box of Q has the rows of one warpgroup: tokens, and `pack` of the
-    `heads` side by side; what is outside the tensor becomes zero."""
+def _descriptors(o: Operands, config: KernelConfig, heads: int, rows: int) -> dict[str, Any]:
+    """Tensor maps of Q, K and V. A box of Q has `rows` rows: tokens, and `pack` of the `heads` side by
+    side; what is outside the tensor becomes zero."""
     num_tokens, num_heads, head_size = o.query.shape
     stride, head_stride, _ = o.query.stride()
     return {
@@ -366,7 +366,7 @@ def _descriptors(o: Operands, config: KernelConfig, heads: int) -> dict[str, Any
             o.query,
             [num_tokens, num_heads // heads, heads, head_size],
             [stride, heads * head_stride, head_stride, 1],
-            [64 // config.pack, 1, config.pack, 64],
+            [rows // config.pack, 1, config.pack, 64],
             _BOX_LAYOUT,
         ),
         "k_desc": _pool_descriptor(o.key, config),

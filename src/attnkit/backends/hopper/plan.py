@@ -23,6 +23,7 @@ from attnkit.backends.hopper.tuning import (
     decode_config,
     decode_programs,
     decode_query_len,
+    decode_rows,
     prefill_config,
 )
 from attnkit.contract import (
@@ -64,8 +65,9 @@ class PrefillPlan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodePlan:
-    """Arguments of `launch.decode_call`; `states` is a `launch.States`."""
+    """Arguments of `launch.decode_call`, for row tiles of `tile_rows`; `states` is a `launch.States`."""
 
+    tile_rows: int
     share: torch.Tensor
     pieces: torch.Tensor
     states: Any
@@ -95,7 +97,7 @@ class Planner:
             if device.type == "cuda"
             else 4
         )
-        self._decode_plans: dict[Geometry, DecodePlan] = {}
+        self._decode_plans: dict[tuple[Geometry, int], DecodePlan] = {}
 
     def plan(self, batch: CommonAttentionMetadata, geometry: Geometry) -> Plan:
         """Plan a batch; launches, and never waits for the device."""
@@ -110,7 +112,9 @@ class Planner:
         )
         if batch.max_query_len <= MAX_DECODE_QUERY_LEN:
             some = batch.num_reqs > 0 and batch.max_query_len > 0
-            decode = self._decodes(lengths, geometry, MAX_DECODE_QUERY_LEN) if some else None
+            decode = None
+            if some:
+                decode = self._decodes(lengths, geometry, MAX_DECODE_QUERY_LEN, batch.max_query_len)
             return Plan(prefill=None, decode=decode)
         query_lens = np.diff(batch.query_start_loc_cpu.numpy()).astype(np.int64)
         longest = self._decode_query_len(query_lens, geometry)
@@ -120,7 +124,9 @@ class Planner:
             prefill=self._prefills(batch, lengths, np.where(is_prefill, query_lens, 0), geometry)
             if is_prefill.any()
             else None,
-            decode=self._decodes(lengths, geometry, longest) if decodes.size else None,
+            decode=self._decodes(lengths, geometry, longest, int(decodes.max()))
+            if decodes.size
+            else None,
         )
 
     def _decode_query_len(self, query_lens: np.ndarray, geometry: Geometry) -> int:
@@ -164,24 +170,29 @@ class Planner:
         row_tiles_call(work, tiles.num_tiles, num_starts, records, lengths, config).launch()
         return PrefillPlan(starts=work, num_programs=tiles.num_programs, records=records)
 
-    def _decodes(self, lengths: Any, geometry: Geometry, max_query_len: int) -> DecodePlan:
+    def _decodes(
+        self, lengths: Any, geometry: Geometry, max_query_len: int, longest: int
+    ) -> DecodePlan:
+        """Share out requests of up to `max_query_len` queries, none of which has more than `longest`."""
         from attnkit.backends.hopper.launch import States, share_decodes_call
 
         g = geometry
-        config = decode_config(g.head_size, g.group_size, g.page_size, ScoreConfig())
+        tile_rows = decode_rows(g.group_size, longest)
+        config = decode_config(g.head_size, g.group_size, g.page_size, ScoreConfig(), tile_rows)
         num_programs = decode_programs(config, self._num_sms)
         # Room for every batch of the engine, so that no later one moves what a graph was captured with:
         # short requests, and longer ones where they are few (a row tile of the prefill kernel, of which
-        # there are at most num_sms / 2, makes at most 4 here).
-        row_tiles = -(-MAX_DECODE_QUERY_LEN // (64 // config.pack))
+        # there are at most num_sms / 2, makes at most 4 here). Tiles of 16 rows hold a whole request.
+        row_tiles = 1 if tile_rows == 16 else -(-MAX_DECODE_QUERY_LEN // (64 // config.pack))
         num_reqs = max(lengths.seq_lens.shape[0], self._max_num_reqs)
         num_records = num_programs + num_reqs * g.num_kv_heads * row_tiles + 2 * self._num_sms
-        plan = self._decode_plans.get(g)
+        plan = self._decode_plans.get((g, tile_rows))
         if plan is None or plan.pieces.shape[0] < num_records:
-            plan = self._decode_plans[g] = DecodePlan(
+            plan = self._decode_plans[g, tile_rows] = DecodePlan(
+                tile_rows=tile_rows,
                 share=torch.zeros(16 + 16 * num_programs, dtype=torch.int32, device=self._device),
                 pieces=torch.zeros(num_records, 16, dtype=torch.int32, device=self._device),
-                states=States.make(num_programs, g.head_size, self._device),
+                states=States.make(num_programs, config, self._device),
             )
         share_decodes_call(
             plan.share,

@@ -4,7 +4,9 @@ In: packed queries, the paged pool, and a list of row tiles for each program (`p
 output and LSE of the rows of those tiles. Device code; `launch.launch_prefill` starts it.
 
 One program a multiprocessor lives as long as the kernel. Its warps have roles: consumers are warpgroups
-of 64 query rows each, one warp copies K and Q, one copies V, and rings of barriers join them. K and V
+of 64 query rows each, one warp copies K and Q, one copies V, and rings of barriers join them: one that
+a K tile is there, one that a V tile is, and one that a step is over, which frees its K tile and the V
+tile of the step before. One, because each arrival costs a barrier of the whole warpgroup. K and V
 come straight from the pages, by copies of page-sized boxes. While a consumer computes the softmax of
 one tile, its product of the previous weights with V runs, and the other consumers' products. Rows of a
 tile are `pack` heads of one KV head side by side, token by token.
@@ -124,11 +126,17 @@ def produce(
             now = pages
             # Before the first tile this finds pages that nobody copies.
             pages = pages_of_tile(table, tile - 1, first_key, end_key, num_pages, CONFIG)
-            mbarrier.wait(empty.index(slot), ((step // CONFIG.stages) & 1) ^ 1)
+            # The step that frees this slot: of K the last that used it, of V the one after that.
+            free = step
+            if not LOADS_Q:
+                free = step + 1
+            mbarrier.wait(
+                empty.index(free & (CONFIG.stages - 1)), ((free // CONFIG.stages) & 1) ^ 1
+            )
             copy_tile(desc, buffer, full.index(slot), now, tile, kv_head, slot, CONFIG)
             if LOADS_Q:
                 if (n == 0) & (i + AHEAD < end):
-                    # The row tile before was done with its Q when it released its last K tile.
+                    # The row tile before was done with its Q when its last step was over.
                     before = step - 1
                     mbarrier.wait(
                         empty.index(before & (CONFIG.stages - 1)),
@@ -159,6 +167,25 @@ def pass_turn(x, ME: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def sum_weights(weights, CONFIG: gl.constexpr):
+    """(rows, 8): sums over every eighth column, each within a thread; the other eight are added last.
+    (rows,) where registers are short."""
+    if CONFIG.score.linear:
+        weights = weights.reshape([weights.shape[0], weights.shape[1] // 8, 8])
+    return gl.sum(weights, 1)
+
+
+@gluon.jit
+def add_weights(total, fade, weights, CONFIG: gl.constexpr):
+    """Sums of `sum_weights`, faded, with those of one more tile."""
+    sums = sum_weights(weights, CONFIG)
+    if CONFIG.score.linear:
+        fade = gl.convert_layout(fade, gl.SliceLayout(1, sums.type.layout))
+        fade = gl.expand_dims(fade, 1)
+    return total * fade + sums
+
+
+@gluon.jit
 def attend_tile(
     ME: gl.constexpr,
     CONFIG: gl.constexpr,
@@ -170,9 +197,8 @@ def attend_tile(
     k_tiles,
     v_tiles,
     k_full,
-    k_empty,
     v_full,
-    v_empty,
+    empty,
     step,
     tile,
     acc,
@@ -208,14 +234,14 @@ def attend_tile(
     acc = warpgroup_mma(p, v_tiles.index(slot_before), acc, is_async=True)
     pass_turn(step, ME, CONFIG)
     s = warpgroup_mma_wait(1, deps=(s,))
-    mbarrier.arrive(k_empty.index(slot), count=1)
     s = finish_scores(s, tile, sight, slopes, factors, S_LAYOUT, CONFIG)
     if MASKED:
         s = mask_scores(s, tile, sight, S_LAYOUT, CONFIG)
-    weights, fade, top, total = online_softmax(s, top, total, factors[0], MASKED)
+    weights, fade, top = online_softmax(s, top, factors[0], MASKED)
+    total = add_weights(total, fade, weights, CONFIG)
     mbarrier.wait(v_full.index(slot), phase)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    mbarrier.arrive(v_empty.index(slot_before), count=1)
+    mbarrier.arrive(empty.index(slot), count=1)
     return acc, weights, fade, top, total
 
 
@@ -269,9 +295,8 @@ def consume(
     v_boxes,
     q_full,
     k_full,
-    k_empty,
     v_full,
-    v_empty,
+    empty,
     starts_ptr,
     tiles_ptr,
     out_ptr,
@@ -328,12 +353,13 @@ def consume(
         s = warpgroup_mma(q, k_tiles.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
         pass_turn(step, ME, CONFIG)
         s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(k_empty.index(slot), count=1)
+        # This says too that the row tile before is done with its last V tile.
+        mbarrier.arrive(empty.index(slot), count=1)
         s = finish_scores(s, tile, sight, slopes, factors, S_LAYOUT, CONFIG)
         s = mask_scores(s, tile, sight, S_LAYOUT, CONFIG)
         top = gl.full([64], float("-inf"), gl.float32, ROW_LAYOUT)
-        total = gl.zeros([64], gl.float32, ROW_LAYOUT)
-        weights, fade, top, total = online_softmax(s, top, total, log2_scale, True)
+        weights, fade, top = online_softmax(s, top, log2_scale, True)
+        total = sum_weights(weights, CONFIG)
         mbarrier.wait(v_full.index(slot), phase)
         zero_past_end(v_boxes, slot, tile, num_keys, CONFIG)
         step += 1
@@ -367,9 +393,8 @@ def consume(
                     k_tiles,
                     v_tiles,
                     k_full,
-                    k_empty,
                     v_full,
-                    v_empty,
+                    empty,
                     step,
                     tile,
                     acc,
@@ -393,11 +418,12 @@ def consume(
         acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, ACC_LAYOUT)), 1)
         p = gl.convert_layout(weights.to(q.dtype), P_LAYOUT)
         acc = warpgroup_mma(p, v_tiles.index(slot), acc, is_async=True)
-        sinks = total
+        sinks = top
         if CONFIG.score.sinks:
             sinks = gl.load(sinks_ptr + head_tile * CONFIG.pack + row % CONFIG.pack)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        mbarrier.arrive(v_empty.index(slot), count=1)
+        if CONFIG.score.linear:
+            total = gl.convert_layout(gl.sum(total, 1), ROW_LAYOUT)
         factor, lse = finish_rows(top, total, sinks, log2_scale, CONFIG)
         store_rows(
             ME,
@@ -473,28 +499,26 @@ def prefill_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for s in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(s), count=1)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
-        mbarrier.init(k_empty.index(s), count=CONSUMERS)
         mbarrier.init(v_full.index(s), count=1)
-        mbarrier.init(v_empty.index(s), count=CONSUMERS)
+        mbarrier.init(empty.index(s), count=CONSUMERS)
     fence_async_shared()
     barrier()
 
-    rings = (q_full, k_full, k_empty, v_full, v_empty)
+    rings = (q_full, k_full, v_full, empty)
     consumer = (q_tiles, k_tiles, v_tiles, v_boxes) + rings
     consumer = consumer + (starts_ptr, tiles_ptr, out_ptr, out_stride_token, out_stride_head)
     consumer = consumer + (lse_ptr, lse_stride_token, slopes_ptr, sinks_ptr)
     consumer = consumer + (window, log2_scale, score_factor, cap_log2)
     lists = (q_desc, q_boxes, q_full, starts_ptr, tiles_ptr, table_ptr, table_stride)
     lists = lists + (num_pages, window)
-    keys = (k_desc, k_boxes, k_full, k_empty) + lists
-    values = (v_desc, v_boxes, v_full, v_empty) + lists
+    keys = (k_desc, k_boxes, k_full, empty) + lists
+    values = (v_desc, v_boxes, v_full, empty) + lists
     MINE: gl.constexpr = CONFIG.consumer_registers
     THEIRS: gl.constexpr = CONFIG.producer_registers
     if CONSUMERS == 2:

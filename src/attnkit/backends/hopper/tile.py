@@ -153,13 +153,13 @@ def mask_scores(s, tile, sight, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def online_softmax(s, top, total, log2_scale, MASKED: gl.constexpr):
+def online_softmax(s, top, log2_scale, MASKED: gl.constexpr):
     """One step of the running softmax.
 
     MASKED: rows may have seen no key yet; their maximum is -inf and 0 is subtracted instead.
 
     Returns:
-        weights, what earlier sums are multiplied by, the new maximum and the new sum.
+        weights, what earlier sums are multiplied by, and the new maximum.
     """
     new_top = gl.maximum(top, gl.max(s, 1))
     base = new_top * log2_scale
@@ -167,7 +167,7 @@ def online_softmax(s, top, total, log2_scale, MASKED: gl.constexpr):
         base = gl.where(new_top == float("-inf"), 0.0, base)
     fade = gl.exp2(top * log2_scale - base)
     weights = gl.exp2(s * log2_scale - gl.expand_dims(base, 1))
-    return weights, fade, new_top, total * fade + gl.sum(weights, 1)
+    return weights, fade, new_top
 
 
 @gluon.jit

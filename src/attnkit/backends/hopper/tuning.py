@@ -6,6 +6,7 @@ Nothing is tuned while serving, and nothing depends on the batch.
 
 from __future__ import annotations
 
+import functools
 import math
 
 from attnkit.backends.hopper.config import DecodeConfig, PrefillConfig, ScoreConfig
@@ -43,16 +44,21 @@ def decode_query_len(num_row_tiles: int, num_sms: int) -> int:
     return LONG_DECODE_QUERY_LEN if 2 * num_row_tiles <= num_sms else MAX_DECODE_QUERY_LEN
 
 
+@functools.cache
 def prefill_config(
     head_size: int, group_size: int, page_size: int, score: ScoreConfig
 ) -> PrefillConfig:
     """Constants of the prefill kernel."""
-    block_n, stages, q_stages, num_consumers, turns = 128, 2, 2, 2, True
+    block_n, stages, num_consumers, turns = 128, 2, 2, False
     maxnreg, consumer_registers, producer_registers = 168, 240, 24
     if head_size == 256:
-        # The accumulator alone is 128 registers, and neither two tiles of 128 keys nor a second Q fit
-        # into shared memory. One pair of runs gave 632 TFLOP/s with turns and 707 without (page 16).
-        block_n, q_stages, turns = 64, 1, False
+        # The accumulator alone is 128 registers, and shared memory has no room for rings of 128 keys.
+        block_n = 64
+    elif head_size == 64:
+        # A third consumer's products run while the softmax of two takes as long as theirs: 457 TFLOP/s
+        # with three and turns, 435 without turns, 436 with two (B1 S16384 32/32, in turns).
+        block_n, stages, num_consumers, turns = 64, 4, 3, True
+        maxnreg, consumer_registers, producer_registers = 128, 160, 32
     return PrefillConfig(
         score=score,
         head_size=head_size,
@@ -68,13 +74,25 @@ def prefill_config(
         consumer_registers=consumer_registers,
         producer_registers=producer_registers,
         num_consumers=num_consumers,
-        q_stages=q_stages,
+        # A ring of two was 2 to 5 % slower for head size 128 (benchmarks/hopper-notes.md).
+        q_stages=1,
         turns=turns,
     )
 
 
+def decode_rows(group_size: int, query_len: int) -> int:
+    """Rows of a row tile of the decode kernel, for a batch whose longest decode has `query_len` queries.
+
+    A warpgroup's product has 64 rows, however few are used. At head size 64 their exponentials alone
+    take what reading the keys does (149 us at B64 ctx 4096 32/8, where warps' products of 16 rows in
+    the portable kernel took 134).
+    """
+    return 16 if query_len << (group_size - 1).bit_length() <= 16 else 64
+
+
+@functools.cache
 def decode_config(
-    head_size: int, group_size: int, page_size: int, score: ScoreConfig
+    head_size: int, group_size: int, page_size: int, score: ScoreConfig, tile_rows: int
 ) -> DecodeConfig:
     """Constants of the decode kernel.
 
@@ -98,7 +116,9 @@ def decode_config(
         maxnreg=maxnreg,
         consumer_registers=2 * maxnreg - producer_registers,
         producer_registers=producer_registers,
-        q_in_registers=not alone,
+        tile_rows=tile_rows,
+        # Products of a warp read nothing else.
+        q_in_registers=not alone or tile_rows == 16,
     )
 
 
