@@ -39,7 +39,7 @@ from attnkit.bench.table import show
 from attnkit.bench.timing import Timing
 from attnkit.bench.workloads import DTYPES
 from attnkit.runner.engine import Engine
-from attnkit.runner.graphs import choose_recorder
+from attnkit.runner.graphs import capture_sizes, choose_recorder
 from attnkit.runner.model import PackedModel
 from attnkit.runner.sampling_params import SamplingParams
 
@@ -103,6 +103,7 @@ class RunnerEngine:
             block_size=block_size,
             max_model_len=length,
             max_num_seqs=workload.num_prompts,
+            capture_sizes=capture_sizes(workload.num_prompts),
         )
         recorder, _ = choose_recorder(self.packed, graphs)
         per_request = self.packed.kv_plan.max_blocks_per_request(length, 8192)
@@ -286,6 +287,8 @@ def main() -> None:
         dtype=options.dtype,
     )
     assert workload.num_prompt_tokens is not None
+    if workload.num_tokens < 16:
+        sys.exit(f"--tokens {workload.num_tokens} leaves no steps to look at; give at least 16")
     started = now()
     sizes = TINY if options.quick else LLAMA_3_1_8B
     model = make_model(sizes, workload.dtype, device)

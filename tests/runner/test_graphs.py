@@ -34,6 +34,7 @@ def generate(model: Any, **settings: Any) -> tuple[Engine, list[list[int]]]:
         block_size=4,
         max_model_len=64,
         max_num_batched_tokens=8,
+        capture_sizes=capture_sizes(8),
     )
     engine = Engine(
         packed,
@@ -63,6 +64,10 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(family: str) -> None:
     assert engine.graphs is not None
     # Four requests decode at once when the last prompt is through, and then they end.
     assert set(engine.graphs.sizes) >= {1, 2, 4}
+    # Builders size what they keep by it.
+    for layer in engine.model.layers.values():
+        sizes = layer.vllm_config.compilation_config.cudagraph_capture_sizes
+        assert sizes == (1, 2, 4, 8)
 
 
 def test_a_plan_that_moves_is_caught_in_the_runner() -> None:

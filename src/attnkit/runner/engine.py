@@ -166,7 +166,8 @@ class Engine:
             tokenizer: None: outputs have no text.
             seed: of the requests that name none.
             poison: fill fresh and freed pages with NaN, to find reads of what nobody wrote.
-            recorder: captures decode steps as graphs; None: every step runs without.
+            recorder: captures decode steps of the model's `capture_sizes` as graphs; None: every step
+                runs without.
             graphs_required: a decode step that cannot be captured raises.
 
         Raises:
@@ -188,14 +189,7 @@ class Engine:
         self.graphs = (
             None
             if recorder is None
-            else DecodeGraphs(
-                model,
-                self._planner,
-                self.cache,
-                recorder,
-                max_num_seqs=max_num_seqs,
-                required=graphs_required,
-            )
+            else DecodeGraphs(model, self._planner, self.cache, recorder, required=graphs_required)
         )
         self.eos_token_ids = frozenset(eos_token_ids)
         self._tokenizer = tokenizer

@@ -161,23 +161,22 @@ class DecodeGraphs:
         cache: PagedKVCache,
         recorder: Recorder,
         *,
-        max_num_seqs: int,
         required: bool = False,
     ) -> None:
         """
         Args:
-            model: whose steps they are.
+            model: whose steps they are, of its `capture_sizes`.
             planner: makes their plans.
             cache: that they read and write.
             recorder: records them.
-            max_num_seqs: most requests in a step.
             required: a step that cannot be captured raises; else it runs without a graph, and so do
                 all after it, which a warning says once.
         """
         self._model, self._planner, self._cache = model, planner, cache
         self._recorder: Recorder | None = recorder
         self._required = required
-        self._sizes = capture_sizes(max_num_seqs)
+        self._sizes = model.capture_sizes
+        assert self._sizes, "a model without capture_sizes has no graphs"
         self._block_sizes = [r.block_size for r in model.kv_plan.retentions]
         widths = [-(-model.max_model_len // s) * model.blocks_per_block for s in self._block_sizes]
         self._static = StaticInputs.allocate(self._sizes[-1], widths, model.device)

@@ -20,7 +20,7 @@ from attnkit.kvcache.transfer import KVConnector
 from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.engine import Engine, EngineStats, Entry
 from attnkit.runner.fingerprint import model_fingerprint
-from attnkit.runner.graphs import choose_recorder
+from attnkit.runner.graphs import capture_sizes, choose_recorder
 from attnkit.runner.interrupt import Interrupted, interrupts_after
 from attnkit.runner.linear import pack_linears
 from attnkit.runner.loading import load_model, load_tokenizer
@@ -116,6 +116,7 @@ class LLM:
         tokens = max_num_batched_tokens
         tokens = (2048 if where.type == "cpu" else 8192) if tokens is None else tokens
         seqs = min(256, tokens) if max_num_seqs is None else max_num_seqs
+        captures = where.type == "cuda" and cuda_graphs is not False
         packed = PackedModel(
             loaded,
             backend=backend,
@@ -123,6 +124,7 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
+            capture_sizes=capture_sizes(seqs) if captures else (),
             use_kv_connector=kv_connector,
         )
         recorder, self._graphs_line = choose_recorder(packed, cuda_graphs)

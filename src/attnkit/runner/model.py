@@ -23,6 +23,7 @@ from attnkit.contract import (
     AttentionSpec,
     CacheConfig,
     CommonAttentionMetadata,
+    CompilationConfig,
     KVCacheLayout,
     ModelConfig,
     MultipleOf,
@@ -67,6 +68,7 @@ class PackedModel:
         kv_plan: what they keep in the cache, and which of them share a block table.
         block_size: tokens in a page; more in groups whose tokens take fewer bytes (see `kv_plan`).
         blocks_per_block: kernel blocks in a page.
+        capture_sizes: rows that decode steps may be captured with, smallest first.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class PackedModel:
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
+        capture_sizes: Sequence[int] = (),
         use_kv_connector: bool = False,
     ) -> None:
         """Probe `model` and attach a layer to each of its attention modules.
@@ -90,6 +93,7 @@ class PackedModel:
             max_model_len: None: what the model's configuration says. Smaller values are allowed.
             max_num_seqs: most requests in a step; backends size buffers by it.
             max_num_batched_tokens: most tokens in a step, likewise.
+            capture_sizes: rows that decode steps may be captured with, smallest first, likewise.
             use_kv_connector: pages will be copied out of and into the cache.
 
         Raises:
@@ -100,6 +104,7 @@ class PackedModel:
         self.model = model.eval()
         self.device = next(model.parameters()).device
         self.max_model_len = max_model_len_of(model, max_model_len)
+        self.capture_sizes = tuple(capture_sizes)
         self._use_kv_connector = use_kv_connector
         self._compile_options: dict[str, Any] = {}
         self._previous = attention_names(model)
@@ -157,6 +162,7 @@ class PackedModel:
             scheduler_config=SchedulerConfig(
                 max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
             ),
+            compilation_config=CompilationConfig(cudagraph_capture_sizes=self.capture_sizes),
         )
         default = 16 if self.device.type == "cuda" else 64
         wanted = default if block_size is None else block_size
