@@ -11,40 +11,32 @@ float64, without pages and without this code.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
+from attnkit.backends.dense import DenseBackend
 from attnkit.contract import (
-    AttentionBackend,
     AttentionImpl,
     AttentionLayer,
     AttentionMetadataBuilder,
-    AttentionSpec,
     AttentionType,
     AttentionVariant,
     CommonAttentionMetadata,
     CommonMetadataBuilder,
-    DeviceCapability,
 )
 from attnkit.errors import UnsupportedConfiguration
 from attnkit.kvcache.formats import (
-    CACHE_FORMATS,
     cache_format,
-    customize_spec,
-    format_refusal,
 )
 
 _CACHELESS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
-class ReferenceBackend(AttentionBackend):
+class ReferenceBackend(DenseBackend):
     """Every variant of dense attention, any head size, any page size, any device."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_FORMATS)
     forward_includes_kv_cache_update = True
-    accept_output_buffer = True
 
     @staticmethod
     def get_name() -> str:
@@ -57,73 +49,6 @@ class ReferenceBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
         return ReferenceMetadataBuilder
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type in tuple(AttentionType)
-
-    @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        return customize_spec(spec)
-
-    @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: DeviceCapability,
-    ) -> str | None:
-        return format_refusal(kv_cache_dtype, head_size)
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_alibi(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_alibi_sqrt(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_logits_soft_cap(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_rswa(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_tree_mask(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_head_size_v(cls, head_size: int, head_size_v: int) -> bool:
-        return True
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

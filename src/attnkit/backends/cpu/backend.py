@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -17,11 +16,10 @@ from attnkit.backends.cpu.attend import Request, attend
 from attnkit.backends.cpu.launch import DTYPE_CODES, NativeCodes, NativeLayer
 from attnkit.backends.cpu.native import native_kernels, native_status
 from attnkit.backends.cpu.plan import CpuMetadata, CpuMetadataBuilder
+from attnkit.backends.dense import DenseBackend
 from attnkit.contract import (
-    AttentionBackend,
     AttentionImpl,
     AttentionLayer,
-    AttentionSpec,
     AttentionType,
     AttentionVariant,
     DeviceCapability,
@@ -29,23 +27,15 @@ from attnkit.contract import (
 )
 from attnkit.errors import BatchError, UnsupportedConfiguration
 from attnkit.kvcache.formats import (
-    CACHE_FORMATS,
     CacheFormat,
     cache_format,
-    customize_spec,
-    format_refusal,
 )
 
 _CACHELESS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
-class CpuBackend(AttentionBackend):
+class CpuBackend(DenseBackend):
     """Every variant of dense attention, any head size, page size and cache format, on the CPU."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_FORMATS)
-    forward_includes_kv_cache_update = False
-    accept_output_buffer = True
 
     @staticmethod
     def get_name() -> str:
@@ -79,73 +69,6 @@ class CpuBackend(AttentionBackend):
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
         return capability.platform == "cpu"
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type in tuple(AttentionType)
-
-    @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        return customize_spec(spec)
-
-    @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: DeviceCapability,
-    ) -> str | None:
-        return format_refusal(kv_cache_dtype, head_size)
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_alibi(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_alibi_sqrt(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_logits_soft_cap(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_rswa(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_tree_mask(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_head_size_v(cls, head_size: int, head_size_v: int) -> bool:
-        return True
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

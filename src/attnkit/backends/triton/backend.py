@@ -7,24 +7,19 @@ the builder. Every feature of dense attention is in the kernels, so the refusals
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
+from attnkit.backends.dense import DenseBackend
 from attnkit.backends.triton.impl import TritonImpl
 from attnkit.backends.triton.interpreter import is_interpreting
 from attnkit.backends.triton.plan import TritonMetadata, TritonMetadataBuilder
-from attnkit.contract import AttentionBackend, AttentionSpec, AttentionType, DeviceCapability
-from attnkit.kvcache.formats import CACHE_FORMATS, customize_spec, format_refusal
+from attnkit.contract import DeviceCapability
 
 
-class TritonBackend(AttentionBackend):
+class TritonBackend(DenseBackend):
     """Paged attention on any GPU that Triton compiles for (sm_80 and later), or in its interpreter."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_FORMATS)
-    forward_includes_kv_cache_update = False
-    accept_output_buffer = True
 
     @staticmethod
     def get_name() -> str:
@@ -63,69 +58,6 @@ class TritonBackend(AttentionBackend):
     @classmethod
     def supports_head_size_v(cls, head_size: int, head_size_v: int) -> bool:
         return cls.supports_head_size(head_size_v)
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type in tuple(AttentionType)
-
-    @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        return customize_spec(spec)
-
-    @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: DeviceCapability,
-    ) -> str | None:
-        return format_refusal(kv_cache_dtype, head_size)
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_alibi(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_alibi_sqrt(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_logits_soft_cap(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_rswa(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_tree_mask(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return True
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
