@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import ModuleType
 
 import pytest
-import rival_doubles as doubles
 import torch
 
+import rival_doubles as doubles
+from attnkit.backends import flashinfer as flashinfer_backend
 from attnkit.bench.contender import Contender, NotInstalled, Refused
 from attnkit.bench.inputs import Inputs
 from attnkit.bench.rivals import RIVALS, flash_attention, flashinfer, pages, rivals, vllm
@@ -157,7 +158,7 @@ def test_the_plan_of_flash_attention_3_is_what_build_times(monkeypatch) -> None:
 @pytest.mark.parametrize("name", ["flashinfer", "flashinfer-own"])
 def test_flashinfer_is_called_as_it_says(monkeypatch, workload, name) -> None:
     lend(monkeypatch, flashinfer, doubles.flashinfer())
-    monkeypatch.setattr(flashinfer, "_WORKSPACE", 64)
+    monkeypatch.setattr(flashinfer_backend, "_WORKSPACE_BYTES", 64)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for layout in (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC):
         assert error_of(named(name), workload, layout) < 1e-5
@@ -168,7 +169,7 @@ def test_flashinfer_reads_narrow_pages(monkeypatch) -> None:
         num_heads=6, num_kv_heads=2, head_size=16, dtype="float32", kv_cache_dtype="fp8"
     )
     lend(monkeypatch, flashinfer, doubles.flashinfer())
-    monkeypatch.setattr(flashinfer, "_WORKSPACE", 64)
+    monkeypatch.setattr(flashinfer_backend, "_WORKSPACE_BYTES", 64)
     assert error_of(named("flashinfer"), decode(3, 45, layer), KVCacheLayout.LBNHC) < 1e-5
 
 

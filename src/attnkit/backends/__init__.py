@@ -8,6 +8,9 @@ BACKENDS: dict[str, str] = {
     "hopper": "attnkit.backends.hopper.backend:HopperBackend",
     "triton": "attnkit.backends.triton.backend:TritonBackend",
     "cpu": "attnkit.backends.cpu.backend:CpuBackend",
+    "flash_attn": "attnkit.backends.flash_attn:FlashAttnBackend",
+    "flashinfer": "attnkit.backends.flashinfer:FlashInferBackend",
+    "flex": "attnkit.backends.flex:FlexBackend",
     "reference": "attnkit.backends.reference:ReferenceBackend",
 }
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from attnkit.backends.flash_attn import HOPPER, PACKAGE, VLLM, attend_pages
 from attnkit.bench.contender import Prepared, Refused
 from attnkit.bench.inputs import Inputs
 from attnkit.bench.rivals.pages import need, own_pages, refuse_coded, shared_pages
 from attnkit.bench.workloads import ATTENTION_KINDS
-
-_VLLM = "vllm.vllm_flash_attn.flash_attn_interface"
-_DAO = "flash_attn_interface"
 
 Memory = Literal["shared", "own", "dense"]
 
@@ -38,45 +36,17 @@ class FlashAttention3:
 
     def prepare(self, inputs: Inputs) -> Prepared:
         workload = inputs.workload
-        module = need("cuda", inputs, _VLLM, _DAO)
+        module = need("cuda", inputs, VLLM, HOPPER)
         if workload.kind == "build":
             return self._prepare_plan(module, inputs)
         _only_attention(inputs)
         if self.memory == "dense":
             return self._prepare_dense(module, inputs)
         k, v, note = _paged(inputs, own=self.memory == "own")
-        batch, table = inputs.batch, inputs.batch.block_table_tensor
-        if module.__name__ == _VLLM:
-            plan = _scheduler_metadata(module, inputs)
-            return Prepared(
-                run=lambda: module.flash_attn_varlen_func(
-                    inputs.query,
-                    k,
-                    v,
-                    batch.max_query_len,
-                    batch.query_start_loc,
-                    batch.max_seq_len,
-                    seqused_k=batch.seq_lens,
-                    causal=True,
-                    block_table=table,
-                    scheduler_metadata=plan,
-                    fa_version=3,
-                ),
-                note=f"{note}, vLLM's build",
-            )
-        return Prepared(
-            run=lambda: module.flash_attn_with_kvcache(
-                inputs.query,
-                k,
-                v,
-                cache_seqlens=batch.seq_lens,
-                page_table=table,
-                cu_seqlens_q=batch.query_start_loc,
-                max_seqlen_q=batch.max_query_len,
-                causal=True,
-            ),
-            note=note,
-        )
+        plan = None
+        if module.__name__ == VLLM:
+            plan, note = _scheduler_metadata(module, inputs), f"{note}, vLLM's build"
+        return Prepared(run=_paged_call(module, inputs, k, v, scheduler_metadata=plan), note=note)
 
     def _prepare_dense(self, module: ModuleType, inputs: Inputs) -> Prepared:
         if inputs.workload.kind != "prefill":
@@ -86,7 +56,7 @@ class FlashAttention3:
         starts = _starts(inputs)
         # vLLM's build takes the lengths before the offsets of K, Dao's after them, and only vLLM's
         # asks for a version.
-        if module.__name__ == _VLLM:
+        if module.__name__ == VLLM:
             return Prepared(
                 run=lambda: module.flash_attn_varlen_func(
                     inputs.query,
@@ -116,7 +86,7 @@ class FlashAttention3:
         )
 
     def _prepare_plan(self, module: ModuleType, inputs: Inputs) -> Prepared:
-        if module.__name__ != _VLLM or self.memory != "shared":
+        if module.__name__ != VLLM or self.memory != "shared":
             raise Refused("makes no plan of its own")
         return Prepared(
             run=lambda: _scheduler_metadata(module, inputs),
@@ -133,7 +103,7 @@ class FlashAttention2:
     is_rival: bool = True
 
     def prepare(self, inputs: Inputs) -> Prepared:
-        module = need("cuda", inputs, "flash_attn")
+        module = need("cuda", inputs, PACKAGE)
         _only_attention(inputs)
         batch = inputs.batch
         starts = _starts(inputs)
@@ -144,10 +114,9 @@ class FlashAttention2:
                     f"page {inputs.workload.block_size}: flash-attn takes multiples of 256 only"
                 )
             k, v = inputs.dense()
-            table, note = None, "contiguous copies"
         else:
             k, v, note = _paged(inputs, own=False)
-            table = batch.block_table_tensor
+            return Prepared(run=_paged_call(module, inputs, k, v, key_start_loc=starts), note=note)
         return Prepared(
             run=lambda: call(
                 inputs.query,
@@ -158,10 +127,36 @@ class FlashAttention2:
                 batch.max_query_len,
                 batch.max_seq_len,
                 causal=True,
-                block_table=table,
             ),
-            note=note,
+            note="contiguous copies",
         )
+
+
+def _paged_call(
+    module: ModuleType,
+    inputs: Inputs,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    key_start_loc: torch.Tensor | None = None,
+    scheduler_metadata: Any = None,
+) -> Callable[[], torch.Tensor]:
+    """The call that the flash_attn backend makes too."""
+    batch = inputs.batch
+    return lambda: attend_pages(
+        module,
+        inputs.query,
+        k,
+        v,
+        query_start_loc=batch.query_start_loc,
+        seq_lens=batch.seq_lens,
+        block_table=batch.block_table_tensor,
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        scale=inputs.workload.head_size**-0.5,
+        key_start_loc=key_start_loc,
+        scheduler_metadata=scheduler_metadata,
+    )[0]
 
 
 def _only_attention(inputs: Inputs) -> None:

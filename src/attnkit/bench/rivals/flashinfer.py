@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
+from attnkit.backends.flashinfer import Paging, Wrappers, plan_wrapper
 from attnkit.bench.contender import Prepared, Refused
 from attnkit.bench.inputs import Inputs
 from attnkit.bench.rivals.pages import need, own_pages, refuse_coded, shared_pages
 from attnkit.bench.workloads import ATTENTION_KINDS
-
-_WORKSPACE = 512 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +47,8 @@ class FlashInfer:
             return self._prepare_plan(flashinfer, inputs)
         if workload.kind not in ATTENTION_KINDS:
             raise Refused("attention only")
-        wrapper = _decoder(flashinfer, inputs) if single else self._prefiller(flashinfer, inputs)
-        _plan(wrapper, inputs, _paging(inputs), single=single)
+        wrappers = Wrappers(flashinfer, inputs.device, self._kernel_of(inputs))
+        wrapper = _plan(wrappers, inputs, _paging(inputs), single=single)
         if self.own:
             pages: Any = own_pages(inputs)
             note = "a copy of the pages in its own layout"
@@ -58,61 +57,49 @@ class FlashInfer:
             note = f"the same {inputs.any_layout.name} pages"
         return Prepared(run=lambda: wrapper.run(inputs.query, pages), note=note)
 
-    def _prefiller(self, flashinfer: ModuleType, inputs: Inputs) -> Any:
-        kernel = self.kernel
-        if kernel is None:
-            hopper = torch.cuda.get_device_capability(inputs.device)[0] == 9
-            kernel = "fa3" if hopper else "fa2"
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
-        return wrapper(_workspace(inputs), "NHD", backend=kernel)
+    def _kernel_of(self, inputs: Inputs) -> str:
+        if self.kernel is not None:
+            return self.kernel
+        if inputs.device.type != "cuda":
+            return "fa2"
+        return "fa3" if torch.cuda.get_device_capability(inputs.device)[0] == 9 else "fa2"
 
     def _prepare_plan(self, flashinfer: ModuleType, inputs: Inputs) -> Prepared:
-        wrapper, paging = _decoder(flashinfer, inputs), _paging(inputs)
+        wrappers, paging = Wrappers(flashinfer, inputs.device, "fa2"), _paging(inputs)
+        wrapper = wrappers.decode()
         return Prepared(
-            run=lambda: _plan(wrapper, inputs, paging, single=True), note="plan", capturable=False
+            run=lambda: _plan(wrappers, inputs, paging, single=True, wrapper=wrapper),
+            note="plan",
+            capturable=False,
         )
 
 
-def _workspace(inputs: Inputs) -> torch.Tensor:
-    # Zeros, as its documentation asks for before the first use.
-    return torch.zeros(_WORKSPACE, dtype=torch.uint8, device=inputs.device)
-
-
-def _decoder(flashinfer: ModuleType, inputs: Inputs) -> Any:
-    return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        _workspace(inputs), "NHD", use_tensor_cores=True
-    )
-
-
-Paging = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
 def _paging(inputs: Inputs) -> Paging:
-    """The block table in its terms: pages of all requests in one row, where each request's begin, and
-    how many tokens its last page has. An engine that uses FlashInfer keeps it so."""
-    workload, size = inputs.workload, inputs.workload.block_size
+    """The block table in its terms. An engine that uses FlashInfer keeps it so."""
+    workload = inputs.workload
     lens = torch.tensor(workload.seq_lens, dtype=torch.int32)
-    counts = (lens + size - 1) // size
-    offsets = torch.zeros(workload.num_reqs + 1, dtype=torch.int32)
-    offsets[1:] = counts.cumsum(0)
-    ids = torch.tensor([i for ids in inputs.block_tables for i in ids], dtype=torch.int32)
-    last = (lens - 1) % size + 1
-    return offsets.to(inputs.device), ids.to(inputs.device), last.to(inputs.device)
+    return Paging.of(inputs.batch.block_table_tensor, lens, workload.block_size)
 
 
-def _plan(wrapper: Any, inputs: Inputs, paging: Paging, *, single: bool) -> None:
-    workload, batch = inputs.workload, inputs.batch
-    heads = (
-        workload.num_heads,
-        workload.num_kv_heads,
-        workload.head_size,
-        workload.block_size,
+def _plan(
+    wrappers: Wrappers, inputs: Inputs, paging: Paging, *, single: bool, wrapper: Any = None
+) -> Any:
+    """As the flashinfer backend plans."""
+    workload = inputs.workload
+    return plan_wrapper(
+        wrappers,
+        paging,
+        inputs.batch.query_start_loc_cpu,
+        is_decode=single,
+        num_heads=workload.num_heads,
+        num_kv_heads=workload.num_kv_heads,
+        head_size=workload.head_size,
+        block_size=workload.block_size,
+        scale=workload.head_size**-0.5,
+        dtype=workload.torch_dtype,
+        kv_dtype=workload.cache_torch_dtype,
+        wrapper=wrapper,
     )
-    types = {"q_data_type": workload.torch_dtype, "kv_data_type": workload.cache_torch_dtype}
-    if single:
-        wrapper.plan(*paging, *heads, **types)
-    else:
-        wrapper.plan(batch.query_start_loc, *paging, *heads, causal=True, **types)
 
 
 FLASHINFER = FlashInfer(name="flashinfer")

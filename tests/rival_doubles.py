@@ -13,20 +13,45 @@ from types import ModuleType
 import torch
 
 
-def varlen(q, keys_of, starts, causal) -> torch.Tensor:
-    """Attention of packed queries; `keys_of(request)` gives k, v of shape (n, kv_heads, d)."""
-    out = torch.empty_like(q)
+def attend(q, keys_of, starts, causal, scale=None, left=-1, soft_cap=0.0):
+    """Attention of packed queries; `keys_of(request)` gives k, v of shape (n, kv_heads, d).
+
+    Returns output and natural LSE (tokens, heads); -inf and 0 where a row sees no key. `left`: keys seen
+    beside a query's own; -1: all.
+    """
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     for r in range(len(starts) - 1):
         k, v = (x.float() for x in keys_of(r))
         rows = q[starts[r] : starts[r + 1]].float()
+        n, m = len(rows), len(k)
+        # Whole blocks of keys that no row sees are not read.
+        gone = max(0, m - n - left) if left >= 0 else 0
+        k[:gone], v[:gone] = 0, 0
         group = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-        score = torch.einsum("qhd,khd->hqk", rows, k) / math.sqrt(q.shape[-1])
-        if causal:
-            n, m = score.shape[1:]
-            score.masked_fill_(~torch.ones(n, m, dtype=torch.bool).tril(m - n), -math.inf)
-        out[starts[r] : starts[r + 1]] = torch.einsum("hqk,khd->qhd", score.softmax(-1), v)
-    return out
+        score = torch.einsum("qhd,khd->hqk", rows, k) * scale
+        if soft_cap:
+            score = soft_cap * torch.tanh(score / soft_cap)
+        ahead = torch.arange(m) - torch.arange(m - n, m)[:, None]
+        seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+        if left >= 0:
+            seen = seen & (ahead >= -left)
+        score.masked_fill_(~seen, -math.inf)
+        weights = score.softmax(-1).nan_to_num(0.0)
+        out[starts[r] : starts[r + 1]] = torch.einsum("hqk,khd->qhd", weights, v)
+        lse[starts[r] : starts[r + 1]] = score.logsumexp(-1).T
+    return out, lse
+
+
+def varlen(q, keys_of, starts, causal) -> torch.Tensor:
+    """Output alone."""
+    return attend(q, keys_of, starts, causal)[0]
+
+
+def by_head(lse: torch.Tensor) -> torch.Tensor:
+    """As FlashAttention returns it: (heads, tokens), plus infinity where a row sees no key."""
+    return torch.where(lse == -math.inf, math.inf, lse).T.contiguous()
 
 
 def from_pages(k_pages, v_pages, table, lens):
@@ -108,8 +133,13 @@ def vllm_flash_attention() -> ModuleType:
             return varlen(
                 q, lambda r: (k[ends[r] : ends[r + 1]], v[ends[r] : ends[r + 1]]), starts, causal
             )
-        assert scheduler_metadata == ("plan", q.shape[1], k.shape[2], q.shape[2], k.shape[1])
-        return varlen(q, from_pages(k, v, block_table, seqused_k), starts, causal)
+        planned = ("plan", q.shape[1], k.shape[2], q.shape[2], k.shape[1])
+        assert scheduler_metadata in (None, planned)
+        left, right = window_size or (-1, -1)
+        assert right == (0 if left >= 0 else -1)
+        reader = from_pages(k, v, block_table, seqused_k)
+        answer, lse = attend(q, reader, starts, causal, softmax_scale, left, softcap)
+        return (answer, by_head(lse)) if return_softmax_lse else answer
 
     module.get_scheduler_metadata = get_scheduler_metadata
     module.flash_attn_varlen_func = flash_attn_varlen_func
@@ -137,10 +167,17 @@ def dao_flash_attention_3() -> ModuleType:
         page_table=None,
         cu_seqlens_q=None,
         max_seqlen_q=None,
+        softmax_scale=None,
         causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        return_softmax_lse=False,
     ):
         reader = from_pages(k_cache, v_cache, page_table, cache_seqlens)
-        return varlen(q, reader, cu_seqlens_q.tolist(), causal)
+        starts = cu_seqlens_q.tolist()
+        assert max_seqlen_q >= max(b - a for a, b in itertools.pairwise(starts))
+        answer, lse = attend(q, reader, starts, causal, softmax_scale, window_size[0], softcap)
+        return (answer, by_head(lse), None, None) if return_softmax_lse else answer
 
     module.flash_attn_varlen_func = flash_attn_varlen_func
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
@@ -159,7 +196,12 @@ def flash_attention_2() -> ModuleType:
         cu_seqlens_k,
         max_seqlen_q,
         max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
         causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        return_attn_probs=False,
         block_table=None,
     ):
         starts, ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -169,7 +211,9 @@ def flash_attention_2() -> ModuleType:
             )
         assert k.shape[1] % 256 == 0
         lens = [b - a for a, b in itertools.pairwise(ends)]
-        return varlen(q, from_pages(k, v, block_table, lens), starts, causal)
+        reader = from_pages(k, v, block_table, lens)
+        answer, lse = attend(q, reader, starts, causal, softmax_scale, window_size[0], softcap)
+        return (answer, by_head(lse), None) if return_attn_probs else answer
 
     module.flash_attn_varlen_func = flash_attn_varlen_func
     return module
@@ -184,10 +228,23 @@ class _FlashInferWrapper:
         self.planned = None
 
     def keep(
-        self, indptr, indices, last_page_len, heads, kv_heads, d, page, q_type, kv_type, starts
+        self,
+        indptr,
+        indices,
+        last_page_len,
+        heads,
+        kv_heads,
+        d,
+        page,
+        q_type,
+        kv_type,
+        starts,
+        score=(None, -1, None),
     ):
         assert int(indptr[-1]) == len(indices)
-        assert int(last_page_len.min()) >= 1
+        pages = indptr.diff()
+        assert bool(((last_page_len >= 1) == (pages >= 1)).all())
+        self.score = score
         self.planned = (
             indptr,
             indices,
@@ -198,7 +255,7 @@ class _FlashInferWrapper:
             starts,
         )
 
-    def run(self, q, paged_kv_cache):
+    def run(self, q, paged_kv_cache, return_lse=False):
         indptr, indices, last, (heads, kv_heads, d, page), q_type, kv_type, starts = self.planned
         if isinstance(paged_kv_cache, tuple):
             k, v = paged_kv_cache
@@ -211,10 +268,12 @@ class _FlashInferWrapper:
 
         def keys_of(r: int):
             ids = indices[indptr[r] : indptr[r + 1]].long()
-            n = (len(ids) - 1) * page + int(last[r])
+            n = max(0, len(ids) - 1) * page + int(last[r])
             return tuple(x[ids].flatten(0, 1)[:n].to(q_type) for x in (k, v))
 
-        return varlen(q, keys_of, starts, True)
+        scale, left, soft_cap = self.score
+        answer, lse = attend(q, keys_of, starts, True, scale, left, soft_cap or 0.0)
+        return (answer, lse / math.log(2)) if return_lse else answer
 
 
 def flashinfer() -> ModuleType:
@@ -236,6 +295,7 @@ def flashinfer() -> ModuleType:
             logits_soft_cap=None,
             q_data_type="float16",
             kv_data_type=None,
+            sm_scale=None,
         ):
             self.keep(
                 indptr,
@@ -248,6 +308,7 @@ def flashinfer() -> ModuleType:
                 q_data_type,
                 kv_data_type,
                 list(range(len(indptr))),
+                (sm_scale, window_left, logits_soft_cap),
             )
 
     class BatchPrefillWithPagedKVCacheWrapper(_FlashInferWrapper):
@@ -265,6 +326,10 @@ def flashinfer() -> ModuleType:
             custom_mask=None,
             packed_custom_mask=None,
             causal=False,
+            pos_encoding_mode="NONE",
+            sm_scale=None,
+            window_left=-1,
+            logits_soft_cap=None,
             q_data_type="float16",
             kv_data_type=None,
         ):
@@ -280,6 +345,7 @@ def flashinfer() -> ModuleType:
                 q_data_type,
                 kv_data_type,
                 qo_indptr.tolist(),
+                (sm_scale, window_left, logits_soft_cap),
             )
 
     module.BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper

@@ -1,0 +1,392 @@
+"""The flash_attn backend: an adapter to an installed FlashAttention.
+
+In: the contract's batch, one layer's tensors and its paged cache. Out: attention by the library's own
+kernels over our pages, which it reads where they are. The first build that is installed is used:
+FlashAttention-3 as its repository's `hopper` folder makes it, the one inside vLLM, or the package
+flash-attn, version 2. They differ in names of arguments and in the pages they take, not in meaning.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+
+from attnkit.backends.libraries import (
+    expect_causal,
+    is_installed,
+    join_sinks,
+    plain_cache_refusal,
+    token_pages,
+    without_keys_minus_infinity,
+)
+from attnkit.contract import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    AttentionVariant,
+    CommonAttentionMetadata,
+    DeviceCapability,
+    KVCacheSpec,
+    MultipleOf,
+)
+from attnkit.errors import UnsupportedConfiguration
+from attnkit.kvcache.formats import cache_format
+
+HOPPER = "flash_attn_interface"
+VLLM = "vllm.vllm_flash_attn.flash_attn_interface"
+PACKAGE = "flash_attn"
+_VERSIONS = {HOPPER: 3, VLLM: 3, PACKAGE: 2}
+"""Module of a build -> the FlashAttention it is, in order of preference."""
+_PAGES = {3: 16, 2: 256}
+"""Version -> what a page size must be a multiple of."""
+
+
+def flash_attention_module() -> str | None:
+    """The module of the build that will be used; None: none is installed."""
+    return next((name for name in _VERSIONS if is_installed(name)), None)
+
+
+def attend_pages(
+    module: ModuleType,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    want_lse: bool = False,
+    key_start_loc: torch.Tensor | None = None,
+    scheduler_metadata: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Causal attention over pages by any of the builds.
+
+    Args:
+        module: of the build, imported.
+        query: (num_tokens, num_heads, head_size), of real tokens alone.
+        keys, values: (num_blocks, block_size, num_kv_heads, head_size), any strides but the last.
+        query_start_loc: int32 (R + 1,).
+        seq_lens: int32 (R,).
+        block_table: int32 (R, W).
+        max_query_len, max_seq_len: at least the longest.
+        scale: factor on q.k.
+        window: keys a query sees, itself included.
+        soft_cap: c in c * tanh(score / c).
+        want_lse: whether the LSE is returned.
+        key_start_loc: int32 (R + 1,), sums of `seq_lens`: version 2 needs it.
+        scheduler_metadata: a plan of vLLM's build; None: it plans inside the call.
+
+    Returns:
+        Output, and the LSE as the library gives it: natural, float32 (num_heads, num_tokens).
+    """
+    how: dict[str, Any] = {"softmax_scale": scale, "causal": True, "softcap": soft_cap or 0.0}
+    # A query sees its own key and so many on either side of it.
+    how["window_size"] = (-1, -1) if window is None else (window - 1, 0)
+    if module.__name__ == HOPPER:
+        answer = module.flash_attn_with_kvcache(
+            query,
+            keys,
+            values,
+            cache_seqlens=seq_lens,
+            page_table=block_table,
+            cu_seqlens_q=query_start_loc,
+            max_seqlen_q=max_query_len,
+            return_softmax_lse=want_lse,
+            **how,
+        )
+    elif module.__name__ == VLLM:
+        answer = module.flash_attn_varlen_func(
+            query,
+            keys,
+            values,
+            max_query_len,
+            query_start_loc,
+            max_seq_len,
+            seqused_k=seq_lens,
+            block_table=block_table,
+            return_softmax_lse=want_lse,
+            scheduler_metadata=scheduler_metadata,
+            fa_version=3,
+            **how,
+        )
+    else:
+        answer = module.flash_attn_varlen_func(
+            query,
+            keys,
+            values,
+            query_start_loc,
+            key_start_loc,
+            max_query_len,
+            max_seq_len,
+            block_table=block_table,
+            return_attn_probs=want_lse,
+            **how,
+        )
+    return (answer[0], answer[1]) if want_lse else (answer, None)
+
+
+class FlashAttnBackend(AttentionBackend):
+    """Causal decoders in 16 bits, as FlashAttention does them."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    forward_includes_kv_cache_update = False
+    accept_output_buffer = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "flash_attn"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttnImpl]:
+        return FlashAttnImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttnMetadataBuilder]:
+        return FlashAttnMetadataBuilder
+
+    @classmethod
+    def version(cls) -> int:
+        """Of the build that will be used; 3 where none is installed."""
+        return _VERSIONS[flash_attention_module() or HOPPER]
+
+    @classmethod
+    def is_available(cls) -> str | None:
+        if flash_attention_module() is None:
+            return f"none of {', '.join(_VERSIONS)} is installed"
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+        return None
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: KVCacheSpec | None = None,
+    ) -> list[int | MultipleOf]:
+        return [MultipleOf(_PAGES[FlashAttnBackend.version()])]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(range(8, 257, 8))
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        if capability.platform != "cuda":
+            return False
+        if cls.version() == 3:
+            return tuple(capability[:2]) == (9, 0)
+        return capability >= DeviceCapability(8, 0)
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: DeviceCapability,
+    ) -> str | None:
+        return plain_cache_refusal(kv_cache_dtype, dtype)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_logits_soft_cap(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        # The library takes the longest query, or all lengths, from the host.
+        return False
+
+    @classmethod
+    def estimate_cost(cls, request: Any) -> float:
+        # Above our own kernels: no kit has judged it on a card yet.
+        return 100.0
+
+    @classmethod
+    def describe_runtime(cls) -> str:
+        return f"{flash_attention_module()}, version {cls.version()}"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FlashAttnMetadata(AttentionMetadata):
+    """A planned batch of R requests.
+
+    Attributes:
+        num_tokens: real ones.
+        query_start_loc: int32 (R + 1,).
+        seq_lens: int32 (R,).
+        key_start_loc: int32 (R + 1,), their sums.
+        block_table: int32 (R, W).
+        slot_mapping: int64, for the layer's cache write.
+        max_query_len, max_seq_len: of the batch.
+    """
+
+    num_tokens: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    key_start_loc: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
+    """Hands the batch's tensors on."""
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FlashAttnMetadata:
+        """Plan a batch.
+
+        Raises:
+            BatchError: it is not causal.
+        """
+        batch = common_attn_metadata
+        expect_causal(batch, "flash_attn")
+        num_reqs = batch.num_reqs
+        seq_lens = batch.seq_lens[:num_reqs]
+        return FlashAttnMetadata(
+            num_tokens=int(batch.query_start_loc_cpu[num_reqs]),
+            query_start_loc=batch.query_start_loc[: num_reqs + 1],
+            seq_lens=seq_lens,
+            key_start_loc=torch.nn.functional.pad(seq_lens.cumsum(0), (1, 0)).to(torch.int32),
+            block_table=batch.block_table_tensor[:num_reqs],
+            slot_mapping=batch.slot_mapping,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+        )
+
+
+class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
+    """One layer."""
+
+    can_return_lse_for_decode = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.variant = AttentionVariant.from_impl_args(
+            num_heads=num_heads,
+            scale=scale,
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=attn_type,
+            sinks=sinks,
+        )
+        if alibi_slopes is not None or self.variant.attn_type is not AttentionType.DECODER:
+            what = "ALiBi" if alibi_slopes is not None else f"attention type {attn_type}"
+            reason = f"{what} is asked for, which this backend does not do"
+            raise UnsupportedConfiguration(f"flash_attn: {reason}", (reason,))
+        name = flash_attention_module()
+        # A build that is there and breaks raises its own error here.
+        self._module = importlib.import_module(name or HOPPER)
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write this step's K and V; slot -1 writes nothing."""
+        stored = cache_format(self.kv_cache_dtype)
+        stored.write(key, value, kv_cache, slot_mapping, layer._k_scale, layer._v_scale)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttnMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend over the cache."""
+        if attn_metadata is None:
+            return output.zero_()
+        plan, variant = attn_metadata, self.variant
+        lse = query.new_full((plan.num_tokens, self.num_heads), -math.inf, dtype=torch.float32)
+        if plan.num_tokens:
+            sinks = variant.sinks
+            want_lse = self.need_to_return_lse_for_decode or sinks is not None
+            out, raw_lse = attend_pages(
+                self._module,
+                query[: plan.num_tokens],
+                *token_pages(kv_cache, self.head_size),
+                query_start_loc=plan.query_start_loc,
+                seq_lens=plan.seq_lens,
+                block_table=plan.block_table,
+                max_query_len=plan.max_query_len,
+                max_seq_len=plan.max_seq_len,
+                scale=self.scale,
+                window=variant.sliding_window,
+                soft_cap=variant.logits_soft_cap,
+                want_lse=want_lse,
+                key_start_loc=plan.key_start_loc,
+            )
+            if raw_lse is not None:
+                lse = without_keys_minus_infinity(raw_lse.T)
+            if sinks is not None:
+                out, lse = join_sinks(out, lse, sinks.to(out.device))
+            output[: plan.num_tokens] = out.to(output.dtype)
+        return (output, lse) if self.need_to_return_lse_for_decode else output

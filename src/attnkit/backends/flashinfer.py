@@ -1,0 +1,406 @@
+"""The flashinfer backend: an adapter to an installed FlashInfer.
+
+In: the contract's batch, one layer's tensors and its paged cache. Out: attention by FlashInfer's batch
+wrappers over our pages, which they read where they are. FlashInfer plans with the layer's heads, window
+and scale, which a batch's plan does not know: the first layer of a kind plans for the rest of the step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+
+from attnkit.backends.libraries import (
+    expect_causal,
+    is_installed,
+    join_sinks,
+    natural_from_base_2,
+    plain_cache_refusal,
+    token_pages,
+)
+from attnkit.contract import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    AttentionVariant,
+    CommonAttentionMetadata,
+    DeviceCapability,
+    KVCacheSpec,
+    MultipleOf,
+)
+from attnkit.errors import UnsupportedConfiguration
+from attnkit.kvcache.formats import cache_format
+
+MODULE = "flashinfer"
+_WORKSPACE_BYTES = 512 << 20
+
+
+class FlashInferBackend(AttentionBackend):
+    """Causal decoders in 16 bits, as FlashInfer does them."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    forward_includes_kv_cache_update = False
+    accept_output_buffer = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "flashinfer"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashInferImpl]:
+        return FlashInferImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashInferMetadataBuilder]:
+        return FlashInferMetadataBuilder
+
+    @classmethod
+    def is_available(cls) -> str | None:
+        if not is_installed(MODULE):
+            return f"{MODULE} is not installed"
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+        return None
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: KVCacheSpec | None = None,
+    ) -> list[int | MultipleOf]:
+        return [16, 32, 64]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [64, 128, 256]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return capability.platform == "cuda" and capability >= DeviceCapability(8, 0)
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: DeviceCapability,
+    ) -> str | None:
+        return plain_cache_refusal(kv_cache_dtype, dtype)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_logits_soft_cap(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        # The library takes the longest query, or all lengths, from the host.
+        return False
+
+    @classmethod
+    def estimate_cost(cls, request: Any) -> float:
+        # Above our own kernels: no kit has judged it on a card yet, and it compiles at first use.
+        return 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    """The pages of n requests in FlashInfer's terms.
+
+    Attributes:
+        offsets: int32 (n + 1,) on the host, where each request's pages begin in `pages`.
+        pages: int32 (offsets[-1],) on the device, block ids of all requests in a row.
+        last_page_len: int32 (n,) on the host, tokens in the last page of each; 0 where it has none.
+    """
+
+    offsets: torch.Tensor
+    pages: torch.Tensor
+    last_page_len: torch.Tensor
+
+    @classmethod
+    def of(cls, block_table: torch.Tensor, seq_lens: torch.Tensor, block_size: int) -> Paging:
+        """From a block table, without waiting for its device.
+
+        Args:
+            block_table: int32 (n, W).
+            seq_lens: int (n,) on the host.
+            block_size: tokens in a page.
+        """
+        counts = (seq_lens.long() + block_size - 1) // block_size
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        rows = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        columns = torch.arange(len(rows)) - offsets[rows]
+        device = block_table.device
+        where = torch.stack([rows, columns]).to(device, non_blocking=True)
+        last = torch.where(seq_lens > 0, (seq_lens.long() - 1) % block_size + 1, 0)
+        return cls(offsets.to(torch.int32), block_table[where[0], where[1]], last.to(torch.int32))
+
+
+class Wrappers:
+    """FlashInfer's wrappers over one workspace: kinds of layers take turns in it."""
+
+    def __init__(self, module: ModuleType, device: torch.device, kernel: str) -> None:
+        """
+        Args:
+            module: flashinfer.
+            device: where it runs.
+            kernel: of prefills: "fa2", or "fa3" on Hopper.
+        """
+        self._module = module
+        self._kernel = kernel
+        # Zeros, as its documentation asks for before the first use.
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+    def decode(self) -> Any:
+        """For one query per request."""
+        return self._module.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, "NHD", use_tensor_cores=True
+        )
+
+    def prefill(self) -> Any:
+        """For any number of queries."""
+        return self._module.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, "NHD", backend=self._kernel
+        )
+
+
+def plan_wrapper(
+    wrappers: Wrappers,
+    paging: Paging,
+    query_start_loc: torch.Tensor,
+    *,
+    is_decode: bool,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int,
+    scale: float,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    wrapper: Any = None,
+) -> Any:
+    """A wrapper that is planned for causal attention; `run(query, (keys, values))` is left to do.
+
+    Args:
+        query_start_loc: int32 (n + 1,) on the host.
+        is_decode: each request has one query.
+        window: keys a query sees, itself included.
+        wrapper: to plan again; None: a new one.
+    """
+    pages = (paging.offsets, paging.pages, paging.last_page_len)
+    heads = (num_heads, num_kv_heads, head_size, block_size)
+    how: dict[str, Any] = {
+        "sm_scale": scale,
+        "window_left": -1 if window is None else window - 1,
+        "logits_soft_cap": soft_cap,
+        "q_data_type": dtype,
+        "kv_data_type": kv_dtype,
+    }
+    if is_decode:
+        wrapper = wrappers.decode() if wrapper is None else wrapper
+        wrapper.plan(*pages, *heads, **how)
+    else:
+        wrapper = wrappers.prefill() if wrapper is None else wrapper
+        wrapper.plan(query_start_loc, *pages, *heads, causal=True, **how)
+    return wrapper
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FlashInferMetadata(AttentionMetadata):
+    """A planned batch; of its requests those with queries (n).
+
+    Attributes:
+        num_tokens: real ones.
+        slot_mapping: int64, for the layer's cache write.
+        query_start_loc: int32 (n + 1,) on the host.
+        is_decode: each of them has one query.
+        block_size: of the pages.
+        paging: their pages.
+        wrappers: to plan with.
+        planned: by the facts of a layer that FlashInfer plans with.
+    """
+
+    num_tokens: int
+    slot_mapping: torch.Tensor
+    query_start_loc: torch.Tensor
+    is_decode: bool
+    block_size: int
+    paging: Paging
+    wrappers: Wrappers
+    planned: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+
+class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
+    """Lists the pages of a batch. Lengths are the host's, so drafts in flight are not for it."""
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        self._wrappers = Wrappers(
+            importlib.import_module(MODULE), device, "fa3" if is_hopper else "fa2"
+        )
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FlashInferMetadata:
+        """Plan a batch.
+
+        Raises:
+            BatchError: it is not causal, or its lengths are not known on the host.
+        """
+        batch = common_attn_metadata
+        expect_causal(batch, "flashinfer")
+        num_reqs, block_size = batch.num_reqs, self.kv_cache_spec.block_size
+        query_lens = batch.query_start_loc_cpu[: num_reqs + 1].diff()
+        served = query_lens > 0
+        lens = batch.host_seq_lens("flashinfer")[:num_reqs]
+        table = batch.block_table_tensor[:num_reqs]
+        if not bool(served.all()):
+            table = table[served.nonzero().flatten().to(table.device, non_blocking=True)]
+        starts = torch.nn.functional.pad(query_lens[served].cumsum(0), (1, 0)).to(torch.int32)
+        return FlashInferMetadata(
+            num_tokens=int(starts[-1]),
+            slot_mapping=batch.slot_mapping,
+            query_start_loc=starts,
+            is_decode=batch.max_query_len == 1,
+            block_size=block_size,
+            paging=Paging.of(table, lens[served], block_size),
+            wrappers=self._wrappers,
+        )
+
+
+class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
+    """One layer."""
+
+    can_return_lse_for_decode = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.variant = AttentionVariant.from_impl_args(
+            num_heads=num_heads,
+            scale=scale,
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=attn_type,
+            sinks=sinks,
+        )
+        if alibi_slopes is not None or self.variant.attn_type is not AttentionType.DECODER:
+            what = "ALiBi" if alibi_slopes is not None else f"attention type {attn_type}"
+            reason = f"{what} is asked for, which this backend does not do"
+            raise UnsupportedConfiguration(f"flashinfer: {reason}", (reason,))
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write this step's K and V; slot -1 writes nothing."""
+        stored = cache_format(self.kv_cache_dtype)
+        stored.write(key, value, kv_cache, slot_mapping, layer._k_scale, layer._v_scale)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashInferMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend over the cache."""
+        if attn_metadata is None:
+            return output.zero_()
+        plan, sinks = attn_metadata, self.variant.sinks
+        lse = query.new_full((plan.num_tokens, self.num_heads), -math.inf, dtype=torch.float32)
+        if plan.num_tokens:
+            rows, pages = query[: plan.num_tokens], token_pages(kv_cache, self.head_size)
+            wrapper = self._planned(plan, query.dtype, kv_cache.dtype)
+            if self.need_to_return_lse_for_decode or sinks is not None:
+                out, base_2 = wrapper.run(rows, pages, return_lse=True)
+                lse = natural_from_base_2(base_2)
+            else:
+                out = wrapper.run(rows, pages)
+            if sinks is not None:
+                out, lse = join_sinks(out, lse, sinks.to(out.device))
+            output[: plan.num_tokens] = out.to(output.dtype)
+        return (output, lse) if self.need_to_return_lse_for_decode else output
+
+    def _planned(self, plan: FlashInferMetadata, dtype: torch.dtype, kv_dtype: torch.dtype) -> Any:
+        """The wrapper for layers like this one, planned by the first of them."""
+        variant = self.variant
+        heads = (self.num_heads, self.num_kv_heads, self.head_size)
+        kind = (*heads, self.scale, variant.sliding_window, variant.logits_soft_cap, dtype)
+        if kind not in plan.planned:
+            plan.planned[kind] = plan_wrapper(
+                plan.wrappers,
+                plan.paging,
+                plan.query_start_loc,
+                is_decode=plan.is_decode,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_size=self.head_size,
+                block_size=plan.block_size,
+                scale=self.scale,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                window=variant.sliding_window,
+                soft_cap=variant.logits_soft_cap,
+            )
+        return plan.planned[kind]
