@@ -16,7 +16,7 @@ from attnkit.conformance.simulator import GraphSimulator
 from attnkit.conformance.subject import LawBroken
 from attnkit.errors import ConfigurationError, ModelError
 from attnkit.runner.engine import Engine
-from attnkit.runner.graphs import capture_sizes, choose_recorder
+from attnkit.runner.graphs import CudaRecorder, capture_sizes, choose_recorder
 from attnkit.runner.model import PackedModel
 
 pytest.importorskip("transformers")
@@ -54,7 +54,7 @@ def generate(model: Any, **settings: Any) -> tuple[Engine, list[list[int]]]:
     return engine, [entry.request.output_token_ids for entry in entries]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_replayed_steps_give_the_tokens_of_eager_ones(family: str) -> None:
     model = tiny_models.make_model(family)
     _, expected = generate(model, backend="reference")
@@ -68,6 +68,17 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(family: str) -> None:
     for layer in engine.model.layers.values():
         sizes = layer.vllm_config.compilation_config.cudagraph_capture_sizes
         assert sizes == (1, 2, 4, 8)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_graphs_give_the_tokens_of_eager_steps() -> None:
+    model = tiny_models.make_model("gemma2").cuda()
+    _, expected = generate(model, backend="triton")
+    recorder = CudaRecorder(torch.device("cuda"))
+    engine, tokens = generate(model, backend="triton", recorder=recorder, graphs_required=True)
+    assert tokens == expected
+    assert engine.graphs is not None
+    assert set(engine.graphs.sizes) >= {1, 2, 4}
 
 
 def test_a_plan_that_moves_is_caught_in_the_runner() -> None:

@@ -19,6 +19,7 @@ from attnkit.contract import (
     COMMON_METADATA_FIELDS,
     AttentionCGSupport,
     AttentionMetadataBuilder,
+    AttentionType,
     CommonAttentionMetadata,
     CommonMetadataBuilder,
 )
@@ -54,6 +55,8 @@ class CapturedTwinImpl(TwinImpl):
         if attn_metadata is None:
             return self.profile(output)
         batch = attn_metadata
+        if batch.num_reqs == 0:
+            return super().forward(layer, query, key, value, kv_cache, batch, output)
         ends = batch.query_start_loc[1:].contiguous()
         token = torch.arange(batch.num_actual_tokens, dtype=ends.dtype)
         request = torch.searchsorted(ends, token, right=True).clamp(max=batch.num_reqs - 1)
@@ -70,16 +73,18 @@ class CapturedTwinImpl(TwinImpl):
         )
         score = torch.einsum("thd,tkhd->htk", query[: len(token)].float(), k)
         score = self.score(score, ahead, seen).masked_fill(~seen, -math.inf)
-        top = score.amax(-1, keepdim=True)
-        weights = torch.exp(score - torch.where(torch.isinf(top), 0.0, top))
-        total = weights.sum(-1)
+        sink = self.sinks()[:, None]
+        top = torch.maximum(score.amax(-1), sink)
+        base = torch.where(torch.isinf(top), 0.0, top)
+        weights = torch.exp(score - base[..., None])
+        total = weights.sum(-1) + torch.exp(sink - base)
         out = torch.einsum("htk,tkhd->thd", weights, torch.where(seen[..., None, None], v, 0.0))
         output[: len(token)] = (out / torch.where(total == 0, 1.0, total).T[..., None]).to(
             output.dtype
         )
         if not self.need_to_return_lse_for_decode:
             return output
-        return output, (top[..., 0] + torch.log(total)).T
+        return output, (base + torch.log(total)).T
 
     def num_keys(self, batch: CommonAttentionMetadata) -> int | None:
         """Keys to look at; None: all there is room for."""
@@ -93,10 +98,30 @@ class CapturedTwinBuilder(CommonMetadataBuilder):
 
 
 class CapturedTwinBackend(TwinBackend):
-    """Claims to be capturable, and decoders with a window."""
+    """Claims that its steps can be captured, and of the twin's features those of causal decoders."""
 
     impl_cls: ClassVar[type[TwinImpl]] = CapturedTwinImpl
     builder_cls: ClassVar[type[AttentionMetadataBuilder[Any]]] = CapturedTwinBuilder
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_tree_mask(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
 
 
 @dataclass
