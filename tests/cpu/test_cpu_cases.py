@@ -7,6 +7,7 @@ table would list, and contexts long enough to be split over threads.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,6 +64,18 @@ def random_case(seed: int) -> Case:
 @pytest.mark.parametrize("seed", range(60))
 def test_random_layers_match_float64(subject: Subject, seed: int) -> None:
     check_case(subject, random_case(seed))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_prompts_match_float64(native_subject: Subject, seed: int) -> None:
+    """Enough rows in bfloat16 for the matrix unit, beside requests that it does not serve."""
+    case, draw = random_case(seed), random.Random(seed)
+    query_lens = [draw.choice([1, 45]), 150]
+    cacheless = case.attn_type is AttentionType.ENCODER_ONLY
+    context = [0 if cacheless else draw.choice([0, 1, 100, 250]) for _ in query_lens]
+    seq_lens = [q + c for q, c in zip(query_lens, context, strict=True)]
+    lengths = {"query_lens": tuple(query_lens), "seq_lens": tuple(seq_lens)}
+    check_case(native_subject, replace(case, dtype=torch.bfloat16, **lengths))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

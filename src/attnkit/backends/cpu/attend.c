@@ -9,242 +9,20 @@
  * of a query are rows of one small matrix). Its keys are cut at multiples of SPLIT_KEYS, so where a
  * cut lies, and with it every bit of the result, depends on the request alone and not on its batch
  * mates, its query length or the number of threads. Threads take portions of (unit, split) items
- * from one counter; the last to finish a unit merges its splits in order. The threads are those
- * torch already has: the host passes the address of GOMP_parallel, so there is no second OpenMP
- * runtime to fight with. */
+ * from one counter; the last to finish a unit merges its splits in order. A long query in bfloat16 goes
+ * to the matrix unit where there is one (`matrix.h`): larger units, no splits, and bits of its own,
+ * which likewise do not depend on where a prompt is cut. The threads are those torch already has: the
+ * host passes the address of GOMP_parallel, so there is no second OpenMP runtime to fight with. */
 #include <stdlib.h>
 
-#include "codes.h"
-#include "visible.h"
+#include "matrix.h"
+#include "unit.h"
 
-#define ROWS 4           /* rows per step of the block functions */
-#define MAX_ROWS 32      /* rows of a unit: its queries and sums stay in the first-level cache */
-#define TILE 32          /* keys scored before their values are summed */
 #define AHEAD 4          /* tiles whose rows are known: the one at hand and those after it */
 #define MEMORY_PAGE 4096
-#define DIVIDED_ROWS 128 /* up to so many rows of a KV head threads share a unit's splits */
-
-/* ---- blocks of rows and keys ---- */
-
-/* Into the second-level cache, which measured 10 % faster than the first. */
-INLINE void prefetch_row(const char *p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
-}
-
-/* Scores and weights of ROWS rows over a tile stand in groups of KEYS keys: group, row, key. */
-#define GROUP (ROWS * KEYS)
-INLINE int at_key(int j) { return j / KEYS * GROUP + j % KEYS; } /* of row 0; row r: + r * KEYS */
-
-/* The scores of `rows` <= ROWS rows with keys from..to of a tile. Key pointers exist for whole
- * groups. On the way the first half of the next tile is fetched. */
-INLINE void score_rows(const int rows, const int dtype, const float *q, int64_t q_stride,
-                       const char *const *keys, int64_t num_pieces, int from, int to, float *scores,
-                       const char *const *fetch, int64_t fetch_bytes) {
-  const int64_t piece_bytes = PIECE * size_of(dtype);
-  for (int j = from - from % KEYS; j < to; j += KEYS) {
-    vec sums[GROUP], x = {0};
-    UNROLL
-    for (int i = 0; i < rows * KEYS; ++i) sums[i] = (vec){0};
-    for (int t = 0; fetch && t < KEYS / 2; ++t) prefetch_row(fetch[j / 2 + t], fetch_bytes);
-    for (int64_t c = 0; c < num_pieces; ++c) {
-      const float *row = q + c * PIECE;
-      vec a[KEYS], b[KEYS];
-      UNROLL
-      for (int t = 0; t < KEYS; ++t) load_pair(keys[j + t] + c * piece_bytes, dtype, &a[t], &b[t]);
-      UNROLL
-      for (int i = 0; i < rows * KEYS; ++i) {
-        if (i % KEYS == 0) x = load_kept(row + i / KEYS * q_stride);
-        sums[i] += x * a[i % KEYS];
-      }
-      UNROLL
-      for (int i = 0; i < rows * KEYS; ++i) {
-        if (i % KEYS == 0) x = load_kept(row + i / KEYS * q_stride + LANES);
-        sums[i] += x * b[i % KEYS];
-      }
-    }
-    sum_lanes(sums, rows * KEYS, scores + j * ROWS);
-  }
-}
-
-/* acc[r] += sum over keys from..to of weights[r][j] * value[j] for some columns, in the order of
- * the keys. On every `fetch_every`th key a row is fetched. */
-INLINE void value_columns(const int rows, const int dtype, const int pieces, const float *weights,
-                          const char *const *values, int64_t offset, int from, int to, float *acc,
-                          int64_t acc_stride, const char *const *fetch, int fetch_every,
-                          int64_t fetch_bytes) {
-  const int64_t piece_bytes = PIECE * size_of(dtype);
-  const int n = 2 * pieces; /* vectors of a row */
-  vec sums[ROWS * 2 * PIECES];
-  UNROLL
-  for (int i = 0; i < rows * n; ++i) sums[i] = load_vec(acc + i / n * acc_stride + i % n * LANES);
-  int wait = 0;
-  for (int j = from; j < to; ++j, --wait) {
-    if (fetch && wait == 0) {
-      prefetch_row(*fetch++, fetch_bytes);
-      wait = fetch_every;
-    }
-    vec v[2 * PIECES];
-    UNROLL
-    for (int c = 0; c < pieces; ++c)
-      load_pair(values[j] + offset + c * piece_bytes, dtype, &v[2 * c], &v[2 * c + 1]);
-    UNROLL
-    for (int i = 0; i < rows * n; ++i) sums[i] += weights[at_key(j) + i / n * KEYS] * v[i % n];
-  }
-  UNROLL
-  for (int i = 0; i < rows * n; ++i) store_vec(acc + i / n * acc_stride + i % n * LANES, sums[i]);
-}
-
-/* All columns; on the way the second half of the next tile is fetched. */
-INLINE void value_rows(const int rows, const int dtype, const float *weights,
-                       const char *const *values, int64_t num_pieces, int from, int to, float *acc,
-                       int64_t acc_stride, const char *const *fetch, int64_t fetch_bytes) {
-  const int64_t passes = (num_pieces + PIECES - 1) / PIECES, share = TILE / 2 / passes;
-  if (from >= to) return;
-  for (int64_t p = 0; p < passes; ++p) {
-    const char *const *rest = fetch && share ? fetch + TILE / 2 + p * share : NULL;
-    const int64_t c = p * PIECES, offset = c * PIECE * size_of(dtype);
-    if (c + PIECES <= num_pieces)
-      value_columns(rows, dtype, PIECES, weights, values, offset, from, to, acc + c * PIECE,
-                    acc_stride, rest, 2 * passes, fetch_bytes);
-    else
-      value_columns(rows, dtype, 1, weights, values, offset, from, to, acc + c * PIECE, acc_stride,
-                    rest, 2 * passes, fetch_bytes);
-  }
-}
-
-/* One copy of both per dtype and number of rows: these hold all the arithmetic that counts. */
-typedef void (*score_fn)(const float *, int64_t, const char *const *, int64_t, int, int, float *,
-                         const char *const *, int64_t);
-typedef void (*value_fn)(const float *, const char *const *, int64_t, int, int, float *, int64_t,
-                         const char *const *, int64_t);
-#define SPECIALISE(DTYPE, N)                                                                   \
-  static void score_##DTYPE##_##N(const float *q, int64_t q_stride, const char *const *keys,   \
-                                  int64_t num_pieces, int from, int to, float *scores,         \
-                                  const char *const *fetch, int64_t fetch_bytes) {             \
-    score_rows(N, DTYPE, q, q_stride, keys, num_pieces, from, to, scores, fetch, fetch_bytes); \
-  }                                                                                            \
-  static void value_##DTYPE##_##N(                                                             \
-      const float *weights, const char *const *values, int64_t num_pieces, int from, int to,   \
-      float *acc, int64_t acc_stride, const char *const *fetch, int64_t fetch_bytes) {         \
-    value_rows(N, DTYPE, weights, values, num_pieces, from, to, acc, acc_stride, fetch,        \
-               fetch_bytes);                                                                   \
-  }
-#define SPECIALISE_ROWS(DTYPE) \
-  SPECIALISE(DTYPE, 1) SPECIALISE(DTYPE, 2) SPECIALISE(DTYPE, 3) SPECIALISE(DTYPE, 4)
-SPECIALISE_ROWS(F32)
-SPECIALISE_ROWS(BF16)
-SPECIALISE_ROWS(F16)
-SPECIALISE_ROWS(I8)
-#define TABLE(NAME, DTYPE) \
-  {NAME##_##DTYPE##_1, NAME##_##DTYPE##_2, NAME##_##DTYPE##_3, NAME##_##DTYPE##_4}
-static const score_fn score_block[4][ROWS] = {TABLE(score, F32), TABLE(score, BF16),
-                                              TABLE(score, F16), TABLE(score, I8)};
-static const value_fn value_block[4][ROWS] = {TABLE(value, F32), TABLE(value, BF16),
-                                              TABLE(value, F16), TABLE(value, I8)};
-
-/* ---- one item: a unit's rows over the keys of one split ---- */
-
-struct job {
-  const struct batch *batch;
-  const struct layer *layer;
-  struct tensor q, k, v, out;
-  int q_dtype, kv_dtype, out_dtype;
-  const struct codes *codes; /* NULL: K and V are numbers */
-  int widen, row_dtype;      /* K and V rows are converted first, a tile at a time; their dtype then */
-  float *lse;
-  int64_t lse_stride, block_size;
-  int64_t q_width, v_width; /* head sizes rounded up to whole pieces */
-  int64_t fetch_bytes;      /* of a K row and the V row behind it; 0: V lies elsewhere */
-  int64_t *first_item;      /* (num_served + 1,) */
-  int64_t *first_unit;      /* (num_served + 1,) */
-  int64_t *first_partial;   /* (num_served,) first row of partial sums; unused by one split */
-  int32_t *pending;         /* per unit: splits not yet done */
-  float *partials;          /* per row of a split: sums (v_width), largest score, denominator */
-  int64_t whole_splits;     /* most splits of a unit that is one item; 0: none has several */
-  float *workspace;         /* workspace_size floats for each thread */
-  int64_t workspace_size, next_workspace;
-  int64_t num_items, next_item, portion; /* a thread takes so many neighbours at a time */
-};
-
-struct unit {
-  int64_t req, kv_head, first_row; /* rows are query-major: token, then head of the group */
-  int rows;
-  struct span span[MAX_ROWS]; /* of keys that a row sees, beside those below `prefix` */
-  int64_t prefix;
-  int64_t context;         /* keys before the request's new tokens */
-  uint64_t tree[MAX_ROWS]; /* which of those a row sees; all 0: as the spans say */
-  struct span keys[MAX_ROWS]; /* of them, those of the run at hand */
-  int64_t head[MAX_ROWS];
-  float largest[MAX_ROWS], denominator[MAX_ROWS]; /* of the scores, in base 2 */
-  float *q, *acc; /* (MAX_ROWS, q_width), (MAX_ROWS, v_width) in lane order */
-  float *scores;  /* (MAX_ROWS / ROWS, TILE / KEYS, GROUP) */
-  float *parts;   /* (whole_splits, MAX_ROWS, v_width + 2) */
-  float *wide;    /* room for (TILE, q_width) and (TILE, v_width), where rows are widened */
-  float score_scale, value_scale; /* of raw scores, and of sums of values */
-  struct {        /* the same per row, KEYS times each, for vectors of scores */
-    int32_t lo[MAX_ROWS * KEYS], hi[MAX_ROWS * KEYS], pos[MAX_ROWS * KEYS];
-    float slope[MAX_ROWS * KEYS], largest[MAX_ROWS * KEYS], denominator[MAX_ROWS * KEYS];
-  } lane;
-  /* Scales stored beside the codes of a tile's keys, each in the lanes of its key. */
-  float k_scales[TILE / KEYS * LANES], v_scales[TILE / KEYS * LANES];
-};
-
-/* Pointers to the K and V rows of the tile that starts at key `base`. Only keys from..to exist; up
- * to the ends of their groups of KEYS the nearest is repeated, so that groups can be read whole. */
-static void locate_rows(const struct job *j, const struct unit *u, int64_t base, int from, int to,
-                        const char **keys, const char **values) {
-  const struct batch *b = j->batch;
-  const char *k = j->k.data + u->kv_head * j->k.head_stride;
-  const char *v = j->v.data + u->kv_head * j->v.head_stride;
-  int64_t run = to - from, block = 0, offset = b->query_start_loc[u->req] + base + from;
-  const int32_t *table = b->block_table ? b->block_table + u->req * b->table_stride : NULL;
-  if (table) {
-    table += (base + from) / j->block_size;
-    offset = (base + from) % j->block_size;
-  }
-  for (int t = from; t < to; t += run, offset = 0) {
-    if (table) {
-      block = *table++;
-      run = j->block_size - offset < to - t ? j->block_size - offset : to - t;
-    }
-    const char *k_row = k + block * j->k.block_stride + offset * j->k.token_stride;
-    const char *v_row = v + block * j->v.block_stride + offset * j->v.token_stride;
-    for (int64_t i = 0; i < run; ++i) {
-      keys[t + i] = k_row + i * j->k.token_stride;
-      values[t + i] = v_row + i * j->v.token_stride;
-    }
-  }
-  for (int t = from - from % KEYS; t < from; ++t) keys[t] = keys[from], values[t] = values[from];
-  for (int t = to; t % KEYS; ++t) keys[t] = keys[to - 1], values[t] = values[to - 1];
-}
-
-/* Copy rows to float32 padded with zeros to whole pieces, for head sizes that are not. */
-static void widen_rows(const char **rows, int from, int to, int64_t size, int64_t width, int dtype,
-                       float *buffer) {
-  for (int t = from; t < to; ++t) {
-    load_row(rows[t], dtype, F32, size, width, buffer + t * width);
-    rows[t] = (const char *)(buffer + t * width);
-  }
-  for (int t = from - from % KEYS; t < from; ++t) rows[t] = rows[from];
-  for (int t = to; t % KEYS; ++t) rows[t] = rows[to - 1];
-}
-
-/* The scales that stand `offset` bytes into rows, in the lanes of their keys. */
-static void load_scales(const char *const *rows, int from, int to, int64_t offset, float *lanes) {
-  float scales[TILE] = {0};
-  for (int t = from; t < to; ++t) memcpy(scales + t, rows[t] + offset, 4);
-  for (int i = 0; i < TILE / KEYS * LANES; i += KEYS)
-    memcpy(lanes + i, scales + i / LANES * KEYS, KEYS * 4);
-}
-
-/* Copy rows of codes to bfloat16, padded likewise. */
-static void decode_rows(const struct codes *c, const char **rows, int from, int to, int64_t size,
-                        int64_t width, uint16_t *buffer) {
-  read_codes(rows + from, to - from, c->kind, size, width, buffer + from * width);
-  for (int t = from; t < to; ++t) rows[t] = (const char *)(buffer + t * width);
-  for (int t = from - from % KEYS; t < from; ++t) rows[t] = rows[from];
-  for (int t = to; t % KEYS; ++t) rows[t] = rows[to - 1];
-}
+/* Up to so many rows of a KV head threads share a unit's splits. More are enough units for all threads,
+ * and enough rows for the matrix unit to pay for what it wants packed. */
+#define DIVIDED_ROWS 128
 
 /* Whether a row of a tree sees a key, as far as the tree is concerned. */
 INLINE int in_tree(const struct unit *u, int row, int64_t key) {
@@ -419,7 +197,7 @@ static void finish_rows(const struct job *j, const struct unit *u) {
       m = best;
     }
     const float share = d == 0.0f ? 0.0f : factor / d * u->value_scale;
-    store_row(u->acc + r * j->v_width, share, j->row_dtype, l->head_size_v, j->out_dtype,
+    store_row(u->acc + r * j->v_width, share, u->acc_dtype, l->head_size_v, j->out_dtype,
                j->out.data + token * j->out.token_stride + head * j->out.head_stride);
     if (j->lse)
       j->lse[token * j->lse_stride + head] = d == 0.0f ? -INFINITY : (m + log2f(d)) * 0.693147181f;
@@ -462,14 +240,20 @@ static void merge_splits(const struct job *j, struct unit *u, const float *parts
   }
 }
 
+/* Rows of a unit up to a whole block. */
+INLINE int padded_rows(const struct unit *u) {
+  const int block = u->by_matrices ? MAX_ROWS : ROWS;
+  return (u->rows + block - 1) / block * block;
+}
+
 /* Let each row see those keys in `part` that lie in its span or, if `whole`, before the end of it. */
 static void show_keys(struct unit *u, struct span part, int whole) {
-  for (int r = 0; r < (u->rows + ROWS - 1) / ROWS * ROWS; ++r) {
+  for (int r = 0; r < padded_rows(u); ++r) {
     struct span keys = {whole ? 0 : u->span[r].lo, u->span[r].hi};
     if (keys.lo < part.lo) keys.lo = part.lo;
     if (keys.hi > part.hi) keys.hi = part.hi;
     u->keys[r] = keys;
-    for (int n = r * KEYS; n < (r + 1) * KEYS; ++n) {
+    for (int n = r * u->copies; n < (r + 1) * u->copies; ++n) {
       u->lane.lo[n] = keys.lo;
       u->lane.hi[n] = keys.hi;
     }
@@ -485,22 +269,24 @@ static struct span prepare_rows(const struct job *j, struct unit *u) {
   const int64_t context = (b->block_table ? b->seq_lens[u->req] : query_len) - query_len;
   const int64_t left = query_len * group - u->first_row;
   struct span all = {NO_LIMIT, 0};
-  u->rows = left < MAX_ROWS ? left : MAX_ROWS;
-  for (int r = 0; r < (u->rows + ROWS - 1) / ROWS * ROWS; ++r) {
+  const int64_t most = u->by_matrices ? j->matrix_rows : MAX_ROWS;
+  u->rows = left < most ? left : most;
+  for (int r = 0; r < padded_rows(u); ++r) {
     const int64_t i = (u->first_row + r) / group;
     const int64_t head = u->kv_head * group + (u->first_row + r) % group;
     const int exists = r < u->rows;
     u->head[r] = head;
     u->span[r] = exists ? visible_keys(b, l, u->req, i) : (struct span){0, 0};
-    u->tree[r] = exists ? tree_word(b, u->req, i) : 0;
-    for (int n = r * KEYS; n < (r + 1) * KEYS; ++n) {
+    if (!u->by_matrices) u->tree[r] = exists ? tree_word(b, u->req, i) : 0;
+    for (int n = r * u->copies; n < (r + 1) * u->copies; ++n) {
       u->lane.pos[n] = context + i;
       u->lane.slope[n] = l->slopes && exists ? l->slopes[head] * 1.44269504f : 0.0f;
     }
     if (!exists) continue;
-    load_row(
-        j->q.data + (b->query_start_loc[u->req] + i) * j->q.token_stride + head * j->q.head_stride,
-        j->q_dtype, j->row_dtype, l->head_size, j->q_width, u->q + r * j->q_width);
+    if (!u->by_matrices)
+      load_row(j->q.data + (b->query_start_loc[u->req] + i) * j->q.token_stride +
+                   head * j->q.head_stride,
+               j->q_dtype, j->row_dtype, l->head_size, j->q_width, u->q + r * j->q_width);
     if (u->span[r].lo < u->span[r].hi) {
       all.lo = u->span[r].lo < all.lo ? u->span[r].lo : all.lo;
       all.hi = u->span[r].hi > all.hi ? u->span[r].hi : all.hi;
@@ -512,30 +298,47 @@ static struct span prepare_rows(const struct job *j, struct unit *u) {
   return all;
 }
 
+static void run_keys(const struct job *j, struct unit *u, int64_t start, int64_t end,
+                     int64_t unit_end) {
+  if (u->by_matrices) run_matrices(j, u, start, end);
+  else run_tiles(j, u, start, end, unit_end);
+}
+
 /* The sums of a unit's rows over those keys in start..end that some row sees: the ones below its
  * prefix, and those of `all`, which is the union of the rows' spans. */
 static void sum_keys(const struct job *j, struct unit *u, int64_t start, int64_t end,
                      struct span all) {
-  memset(u->acc, 0, u->rows * j->v_width * sizeof(float));
-  for (int n = 0; n < MAX_ROWS * KEYS; ++n) {
+  for (int n = 0; n < padded_rows(u) * u->copies; ++n) {
     u->lane.largest[n] = -INFINITY;
     u->lane.denominator[n] = 0.0f;
   }
+  if (u->by_matrices) pack_queries(j, u);
+  else memset(u->acc, 0, u->rows * j->v_width * sizeof(float));
   if (end > all.hi) end = all.hi;
   const int64_t prefix = u->prefix < all.hi ? u->prefix : all.hi;
   if (start < prefix) {
     show_keys(u, (struct span){0, prefix}, 1);
-    run_tiles(j, u, start, end < prefix ? end : prefix, prefix);
+    run_keys(j, u, start, end < prefix ? end : prefix, prefix);
     show_keys(u, (struct span){prefix, NO_LIMIT}, 0);
     start = prefix;
   }
   if (start < all.lo) start = all.lo;
-  if (start < end) run_tiles(j, u, start, end, all.hi);
+  if (start < end) run_keys(j, u, start, end, all.hi);
+  if (u->by_matrices) unpack_sums(j, u);
   for (int r = 0; r < u->rows; ++r) {
-    u->largest[r] = u->lane.largest[r * KEYS];
+    u->largest[r] = u->lane.largest[r * u->copies];
     u->denominator[r] = 0.0f;
-    for (int n = 0; n < KEYS; ++n) u->denominator[r] += u->lane.denominator[r * KEYS + n];
+    for (int n = 0; n < u->copies; ++n) u->denominator[r] += u->lane.denominator[r * u->copies + n];
   }
+}
+
+INLINE int64_t rows_of_request(const struct batch *b, const struct layer *l, int64_t req) {
+  return (b->query_start_loc[req + 1] - b->query_start_loc[req]) * (l->num_heads / l->num_kv_heads);
+}
+
+/* Whether a request goes to the matrix unit, where a call uses it. Trees do not. */
+INLINE int is_long(const struct batch *b, const struct layer *l, int64_t req) {
+  return rows_of_request(b, l, req) > DIVIDED_ROWS && !tree_word(b, req, 0);
 }
 
 /* An item is one split of a unit, whose last one to finish merges them and writes; or, where a
@@ -555,18 +358,25 @@ static void run_item(struct job *j, struct unit *u, int64_t item) {
   const int64_t chunks = num_units / l->num_kv_heads;
   u->req = b->served[at];
   u->kv_head = index / chunks;
-  u->first_row = index % chunks * MAX_ROWS;
+  u->by_matrices = j->matrix_rows && is_long(b, l, u->req);
+  u->first_row = index % chunks * (u->by_matrices ? j->matrix_rows : MAX_ROWS);
+  u->acc_dtype = u->by_matrices ? BF16 : j->row_dtype;
+  u->copies = u->by_matrices ? 1 : KEYS;
   u->score_scale = l->scale * k_scale(j->codes, u->kv_head);
   u->value_scale = v_scale(j->codes, u->kv_head);
   const struct span all = prepare_rows(j, u);
 
-  const int64_t query_len = b->query_start_loc[u->req + 1] - b->query_start_loc[u->req];
   int64_t num_splits = items_per_unit, split = (item - j->first_item[at]) % items_per_unit;
   int64_t last = split;
   struct cuts cuts;
   float *parts = u->parts;
+  if (u->by_matrices) {
+    sum_keys(j, u, 0, NO_LIMIT, all);
+    finish_rows(j, u);
+    return;
+  }
   if (items_per_unit > 1) {
-    const int64_t rows = query_len * (l->num_heads / l->num_kv_heads);
+    const int64_t rows = rows_of_request(b, l, u->req);
     const int64_t row = j->first_partial[at] + num_splits * (u->kv_head * rows + u->first_row);
     parts = j->partials + row * (j->v_width + 2);
     cuts = cut_keys(keys_of_request(b, l, u->req), u->prefix);
@@ -591,15 +401,29 @@ static void work(void *argument) {
   struct job *j = argument;
   struct unit u;
   u.q = j->workspace + __atomic_fetch_add(&j->next_workspace, j->workspace_size, __ATOMIC_RELAXED);
-  u.acc = u.q + MAX_ROWS * j->q_width;
-  u.scores = u.acc + MAX_ROWS * j->v_width;
+  u.scores = u.q + MAX_ROWS * j->q_width;
   u.parts = u.scores + MAX_ROWS * TILE;
-  u.wide = u.parts + j->whole_splits * MAX_ROWS * (j->v_width + 2);
+  u.acc = u.parts + j->whole_splits * MAX_ROWS * (j->v_width + 2);
+  u.wide = u.acc + (j->matrix_rows ? MATRIX_ROWS : MAX_ROWS) * j->v_width;
+  if (j->matrix_rows) begin_matrices(j, &u, u.wide + (j->widen ? TILE * (j->q_width + j->v_width) : 0));
   for (;;) {
     const int64_t first = __atomic_fetch_add(&j->next_item, j->portion, __ATOMIC_RELAXED);
-    if (first >= j->num_items) return;
+    if (first >= j->num_items) break;
     for (int64_t i = first; i < first + j->portion && i < j->num_items; ++i) run_item(j, &u, i);
   }
+  if (j->matrix_rows) end_matrices();
+}
+
+/* Rows of a unit in the matrix unit, enough units for the threads; 0: no request has many rows. Bits do
+ * not depend on it. */
+static int64_t matrix_rows(const struct batch *b, const struct layer *l, int64_t num_threads) {
+  int64_t all = 0;
+  for (int64_t i = 0; i < b->num_served; ++i) {
+    const int64_t req = b->served[i];
+    if (is_long(b, l, req)) all += rows_of_request(b, l, req) * l->num_kv_heads;
+  }
+  const int64_t share = (all + num_threads * 4 * MAX_ROWS - 1) / (num_threads * 4 * MAX_ROWS) * MAX_ROWS;
+  return share < MATRIX_ROWS ? share : MATRIX_ROWS;
 }
 
 /* Attend: returns OK, NO_MEMORY or BAD_BLOCK; nothing has been written unless OK.
@@ -646,11 +470,14 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
   j.row_dtype = j.widen ? codes ? BF16 : F32 : codes ? I8 : kv_dtype;
   if (v - k == k_bytes) j.fetch_bytes = k_bytes + v_bytes;
   else if (v == k) j.fetch_bytes = k_bytes > v_bytes ? k_bytes : v_bytes; /* latents: V in K */
+  if (matrix_unit && q_dtype == BF16 && (codes || kv_dtype == BF16))
+    j.matrix_rows = matrix_rows(batch, layer, num_threads);
   int64_t status = OK, num_units = 0, num_partials = 0, cost = 0;
   for (int64_t i = 0; i < n && status == OK; ++i) {
     const int64_t req = batch->served[i];
-    const int64_t query_len = batch->query_start_loc[req + 1] - batch->query_start_loc[req];
-    const int64_t rows = query_len * (layer->num_heads / layer->num_kv_heads);
+    const int64_t rows = rows_of_request(batch, layer, req);
+    const int by_matrices = j.matrix_rows && is_long(batch, layer, req);
+    const int64_t most = by_matrices ? j.matrix_rows : MAX_ROWS;
     const struct span keys = keys_of_request(batch, layer, req);
     const int64_t prefix = prefix_of(batch, layer, req);
     const struct span below = {0, prefix < keys.hi ? prefix : keys.hi};
@@ -658,7 +485,7 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
         !has_blocks(batch, req, below, block_size, table_width, num_blocks))
       status = BAD_BLOCK;
     const int64_t splits = cut_keys(keys, prefix).num;
-    const int64_t units = (rows + MAX_ROWS - 1) / MAX_ROWS * layer->num_kv_heads;
+    const int64_t units = (rows + most - 1) / most * layer->num_kv_heads;
     j.first_item[i] = j.num_items;
     j.first_unit[i] = num_units;
     j.first_partial[i] = num_partials;
@@ -666,7 +493,7 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
     j.num_items += units * (divide ? splits : 1);
     num_units += units;
     if (divide) num_partials += rows * layer->num_kv_heads * splits;
-    else if (splits > 1 && splits > j.whole_splits) j.whole_splits = splits;
+    else if (!by_matrices && splits > 1 && splits > j.whole_splits) j.whole_splits = splits;
     cost += (keys.hi - keys.lo + below.hi + 16) * rows * layer->num_kv_heads *
             (layer->head_size + layer->head_size_v);
   }
@@ -676,9 +503,11 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
    * in 25. */
   if (!parallel || j.num_items == 1 || cost < 1000000) num_threads = 1;
   j.portion = j.num_items / (num_threads * 16) + 1;
-  j.workspace_size = MAX_ROWS * (j.q_width + j.v_width + TILE) +
-                     j.whole_splits * MAX_ROWS * (j.v_width + 2) +
-                     (j.widen ? TILE * (j.q_width + j.v_width) : 0);
+  j.workspace_size = MAX_ROWS * (j.q_width + TILE) + j.whole_splits * MAX_ROWS * (j.v_width + 2) +
+                     (j.matrix_rows ? MATRIX_ROWS : MAX_ROWS) * j.v_width +
+                     (j.widen ? TILE * (j.q_width + j.v_width) : 0) +
+                     (j.matrix_rows ? matrix_floats(&j) : 0);
+  j.workspace_size = (j.workspace_size + 15) / 16 * 16;
   if (status == OK) {
     j.workspace = aligned_alloc(64, num_threads * j.workspace_size * sizeof(float));
     if (!j.workspace) status = NO_MEMORY;
@@ -703,3 +532,6 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
   free(offsets);
   return status;
 }
+
+/* Whether long queries in bfloat16 are multiplied in a matrix unit. */
+int64_t attnkit_has_matrix_unit(void) { return matrix_unit; }

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from attnkit.backends.cpu.attend import Request, attend
-from attnkit.backends.cpu.launch import DTYPE_CODES, NativeCodes, NativeLayer
+from attnkit.backends.cpu.launch import DTYPE_CODES
 from attnkit.backends.cpu.native import native_kernels, native_status
+from attnkit.backends.cpu.operands import NativeCodes, NativeLayer
 from attnkit.backends.cpu.plan import CpuMetadata, CpuMetadataBuilder
 from attnkit.backends.dense import DenseBackend
 from attnkit.contract import (

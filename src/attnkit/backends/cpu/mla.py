@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 import torch
 
 from attnkit.backends.cpu.attend import Request, attend
-from attnkit.backends.cpu.launch import NativeBatch, NativeCodes, NativeKernels, NativeLayer
+from attnkit.backends.cpu.launch import NativeKernels
 from attnkit.backends.cpu.native import native_kernels, native_status
+from attnkit.backends.cpu.operands import NativeBatch, NativeCodes, NativeLayer
 from attnkit.contract import (
     AttentionBackend,
     AttentionLayer,

@@ -89,7 +89,8 @@ def _decide() -> Native:
         )
         return Native(None, f"torch: {reason}")
     threads = "torch's OpenMP threads" if _parallel_address() else "one thread (no OpenMP found)"
-    return Native(kernels, f"native: {path} on {threads}")
+    matrices = ", long bfloat16 queries in the matrix unit (AMX)" if kernels.has_matrix_unit else ""
+    return Native(kernels, f"native: {path} on {threads}{matrices}")
 
 
 def _load(path: Path) -> NativeKernels:

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from attnkit.backends.cpu.launch import NativeBatch
+from attnkit.backends.cpu.operands import NativeBatch
 from attnkit.contract import (
     AttentionMetadata,
     AttentionMetadataBuilder,

@@ -254,6 +254,16 @@ INLINE void load_pair(const char *p, const int dtype, vec *a, vec *b) {
   }
 }
 
+/* PIECE bfloat16 of even and odd elements: the inverse of `load_pair`, rounding as `to_bf16` does. */
+INLINE vec_u round_bf16(vec x) {
+  const vec_u u = (vec_u)x, rounded = u + 0x7fffu + (u >> 16 & 1u);
+  return (vec_u)pick((vec_i)(u & 0x7fffffffu) > 0x7f800000, (vec)(u | 0x400000u), (vec)rounded);
+}
+INLINE void store_pair(uint16_t *p, vec even, vec odd) {
+  const vec_u both = round_bf16(even) >> 16 | (round_bf16(odd) & 0xffff0000u);
+  memcpy(p, &both, sizeof both);
+}
+
 /* Where element i of a row stands in lane order. */
 INLINE int64_t lane_index(int64_t i, const int dtype) {
   int64_t in = i % PIECE;
@@ -281,11 +291,7 @@ INLINE void store_row(const float *row, float factor, int dtype, int64_t size, i
                       char *to) {
   if (dtype == BF16 && to_dtype == BF16 && size % PIECE == 0) {
     for (int64_t d = 0; d < size; d += PIECE)
-      for (int i = 0; i < LANES; ++i) {
-        uint32_t pair =
-            to_bf16(row[d + i] * factor) | (uint32_t)to_bf16(row[d + i + LANES] * factor) << 16;
-        memcpy(to + 2 * d + 4 * i, &pair, 4);
-      }
+      store_pair((uint16_t *)to + d, load_vec(row + d) * factor, load_vec(row + d + LANES) * factor);
     return;
   }
   for (int64_t d = 0; d < size; ++d) {

@@ -1,0 +1,131 @@
+/* A call's job, and a unit of it: some rows of one request and KV head, and where their K and V lie. */
+#ifndef ATTNKIT_UNIT_H
+#define ATTNKIT_UNIT_H
+
+#include "blocks.h"
+#include "codes.h"
+#include "visible.h"
+
+#define MAX_ROWS 32     /* rows of a unit: its queries and sums stay in the first-level cache */
+#define MATRIX_ROWS 512 /* at most, in the matrix unit: keys are packed once for all of them */
+
+struct job {
+  const struct batch *batch;
+  const struct layer *layer;
+  struct tensor q, k, v, out;
+  int q_dtype, kv_dtype, out_dtype;
+  const struct codes *codes; /* NULL: K and V are numbers */
+  int widen, row_dtype;      /* K and V rows are converted first, a tile at a time; their dtype then */
+  float *lse;
+  int64_t lse_stride, block_size;
+  int64_t q_width, v_width; /* head sizes rounded up to whole pieces */
+  int64_t fetch_bytes;      /* of a K row and the V row behind it; 0: V lies elsewhere */
+  int64_t *first_item;      /* (num_served + 1,) */
+  int64_t *first_unit;      /* (num_served + 1,) */
+  int64_t *first_partial;   /* (num_served,) first row of partial sums; unused by one split */
+  int32_t *pending;         /* per unit: splits not yet done */
+  float *partials;          /* per row of a split: sums (v_width), largest score, denominator */
+  int64_t whole_splits;     /* most splits of a unit that is one item; 0: none has several */
+  int64_t matrix_rows;      /* of a unit in the matrix unit; 0: it is not used */
+  float *workspace;         /* workspace_size floats for each thread */
+  int64_t workspace_size, next_workspace;
+  int64_t num_items, next_item, portion; /* a thread takes so many neighbours at a time */
+};
+
+/* What the matrix unit works on: of MATRIX_ROWS rows, and of MATRIX_KEYS keys at a time. `matrix.h` says
+ * what left and right sides are. */
+struct matrices {
+  uint16_t *q;       /* (MATRIX_ROWS / SIDE, q_width / 2, SIDE, 2): right sides */
+  uint16_t *k;       /* (MATRIX_KEYS, q_width): left side */
+  uint16_t *v;       /* (v_width, MATRIX_KEYS): left side, channels in lane order */
+  uint16_t *rows;    /* (MATRIX_KEYS, v_width): values, where those of the cache are copied */
+  uint16_t *weights; /* (2, MATRIX_KEYS / 2, SIDE, 2): right sides */
+  float *scores;     /* (2, MATRIX_KEYS, SIDE) */
+  float *acc;        /* (MATRIX_ROWS / SIDE, v_width, SIDE) */
+  float *k_scales, *v_scales; /* (MATRIX_KEYS,) stored beside codes */
+};
+
+struct unit {
+  int64_t req, kv_head, first_row; /* rows are query-major: token, then head of the group */
+  int rows, by_matrices;           /* whether the matrix unit does them */
+  struct span span[MATRIX_ROWS];   /* of keys that a row sees, beside those below `prefix` */
+  int64_t prefix;
+  int64_t context;         /* keys before the request's new tokens */
+  uint64_t tree[MAX_ROWS]; /* which of those a row sees; all 0: as the spans say. Not in matrices */
+  struct span keys[MATRIX_ROWS]; /* of them, those of the run at hand */
+  int64_t head[MATRIX_ROWS];
+  float largest[MATRIX_ROWS], denominator[MATRIX_ROWS]; /* of the scores, in base 2 */
+  float *q, *acc; /* (MAX_ROWS, q_width), (MAX_ROWS or MATRIX_ROWS, v_width) in lane order */
+  int acc_dtype;  /* whose lane order */
+  float *scores;  /* (MAX_ROWS / ROWS, TILE / KEYS, GROUP) */
+  float *parts;   /* (whole_splits, MAX_ROWS, v_width + 2) */
+  struct matrices m;
+  float *wide;    /* room for (TILE, q_width) and (TILE, v_width), where rows are widened */
+  float score_scale, value_scale; /* of raw scores, and of sums of values */
+  int copies;
+  struct { /* the same per row, `copies` times each, for vectors of scores */
+    int32_t lo[MATRIX_ROWS], hi[MATRIX_ROWS], pos[MATRIX_ROWS];
+    float slope[MATRIX_ROWS], largest[MATRIX_ROWS], denominator[MATRIX_ROWS];
+  } lane;
+  /* Scales stored beside the codes of a tile's keys, each in the lanes of its key. */
+  float k_scales[TILE / KEYS * LANES], v_scales[TILE / KEYS * LANES];
+};
+
+/* Pointers to the K and V rows of the tile that starts at key `base`. Only keys from..to exist; up
+ * to the ends of their groups of KEYS the nearest is repeated, so that groups can be read whole. */
+static void locate_rows(const struct job *j, const struct unit *u, int64_t base, int from, int to,
+                        const char **keys, const char **values) {
+  const struct batch *b = j->batch;
+  const char *k = j->k.data + u->kv_head * j->k.head_stride;
+  const char *v = j->v.data + u->kv_head * j->v.head_stride;
+  int64_t run = to - from, block = 0, offset = b->query_start_loc[u->req] + base + from;
+  const int32_t *table = b->block_table ? b->block_table + u->req * b->table_stride : NULL;
+  if (table) {
+    table += (base + from) / j->block_size;
+    offset = (base + from) % j->block_size;
+  }
+  for (int t = from; t < to; t += run, offset = 0) {
+    if (table) {
+      block = *table++;
+      run = j->block_size - offset < to - t ? j->block_size - offset : to - t;
+    }
+    const char *k_row = k + block * j->k.block_stride + offset * j->k.token_stride;
+    const char *v_row = v + block * j->v.block_stride + offset * j->v.token_stride;
+    for (int64_t i = 0; i < run; ++i) {
+      keys[t + i] = k_row + i * j->k.token_stride;
+      values[t + i] = v_row + i * j->v.token_stride;
+    }
+  }
+  for (int t = from - from % KEYS; t < from; ++t) keys[t] = keys[from], values[t] = values[from];
+  for (int t = to; t % KEYS; ++t) keys[t] = keys[to - 1], values[t] = values[to - 1];
+}
+
+/* Copy rows to float32 padded with zeros to whole pieces, for head sizes that are not. */
+static void widen_rows(const char **rows, int from, int to, int64_t size, int64_t width, int dtype,
+                       float *buffer) {
+  for (int t = from; t < to; ++t) {
+    load_row(rows[t], dtype, F32, size, width, buffer + t * width);
+    rows[t] = (const char *)(buffer + t * width);
+  }
+  for (int t = from - from % KEYS; t < from; ++t) rows[t] = rows[from];
+  for (int t = to; t % KEYS; ++t) rows[t] = rows[to - 1];
+}
+
+/* The scales that stand `offset` bytes into rows, in the lanes of their keys. */
+static void load_scales(const char *const *rows, int from, int to, int64_t offset, float *lanes) {
+  float scales[TILE] = {0};
+  for (int t = from; t < to; ++t) memcpy(scales + t, rows[t] + offset, 4);
+  for (int i = 0; i < TILE / KEYS * LANES; i += KEYS)
+    memcpy(lanes + i, scales + i / LANES * KEYS, KEYS * 4);
+}
+
+/* Copy rows of codes to bfloat16, padded likewise. */
+static void decode_rows(const struct codes *c, const char **rows, int from, int to, int64_t size,
+                        int64_t width, uint16_t *buffer) {
+  read_codes(rows + from, to - from, c->kind, size, width, buffer + from * width);
+  for (int t = from; t < to; ++t) rows[t] = (const char *)(buffer + t * width);
+  for (int t = from - from % KEYS; t < from; ++t) rows[t] = rows[from];
+  for (int t = to; t % KEYS; ++t) rows[t] = rows[to - 1];
+}
+
+#endif
