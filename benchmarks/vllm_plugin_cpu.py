@@ -12,16 +12,13 @@ near ties may go either way, so there the share of different tokens is only repo
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm_engine import PAUSE_S, VllmEngine
 
 from attnkit.bench import machine
 from attnkit.bench.e2e import TextWorkload, measure
@@ -31,64 +28,20 @@ from attnkit.bench.table import show
 from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.loading import load_tokenizer
 
-_WORKER = Path(__file__).with_name("e2e_vllm_worker.py")
-_PAUSE_S = 0.5
-"""OpenMP threads of an engine that has just finished spin for up to 0.2 s (libiomp's default)."""
 
-
-class VllmEngine:
-    """vLLM in a process of its own, with the attention of one or the other."""
-
-    def __init__(self, python: Path, model: str, dtype: str, backend: str | None) -> None:
-        self.is_rival = backend is None
-        self.name = "vllm" if backend is None else f"vllm with attnkit {backend}"
-        environment = {
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": "INFO",
-        }
-        environment.pop("PYTHONPATH", None)
-        environment.pop("ATTNKIT_VLLM", None)
-        if backend is not None:
-            environment["ATTNKIT_VLLM"] = backend
-        self._process = subprocess.Popen(
-            [python, _WORKER, model, dtype, "eager"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
-        facts = self._receive()
-        self.note = f"vllm {facts['vllm']}, torch {facts['torch']}, impl {facts['impl']}"
-        ours = facts["impl"].startswith("attnkit.")
-        if ours == self.is_rival:
-            sys.exit(
-                f"{self.name} runs {facts['impl']}: the plugin did not do what ATTNKIT_VLLM says"
-            )
-
-    def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
-        assert self._process.stdin is not None
-        request = {"prompts": list(prompts), "num_tokens": num_tokens}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._receive()["tokens"]
-
-    def close(self) -> None:
-        """Let the worker end: it stops when its input does."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-
-    def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            sys.exit(f"{self.name}: the worker ended with status {self._process.wait()}; see above")
-        return json.loads(line)
+def start(python: Path, model: str, dtype: str, backend: str | None) -> VllmEngine:
+    """vLLM with its own attention (None), or with that of a backend of ours."""
+    engine = VllmEngine(
+        python,
+        model,
+        dtype,
+        name="vllm" if backend is None else f"vllm with attnkit {backend}",
+        is_rival=backend is None,
+        environment=None if backend is None else {"ATTNKIT_VLLM": backend},
+    )
+    if engine.impl.startswith("attnkit.") == engine.is_rival:
+        sys.exit(f"{engine.name} runs {engine.impl}: the plugin did not do what ATTNKIT_VLLM says")
+    return engine
 
 
 def main() -> None:
@@ -102,7 +55,7 @@ def main() -> None:
     tokenizer = load_tokenizer(checkpoint)
     prompts = [_encode(tokenizer, text) for text in PROMPTS[: workload.num_prompts]]
     engines = [
-        VllmEngine(options.vllm_python, checkpoint.source, workload.dtype, backend)
+        start(options.vllm_python, checkpoint.source, workload.dtype, backend)
         for backend in (None, options.backend)
     ]
     rows = measure(
@@ -111,7 +64,7 @@ def main() -> None:
         workload,
         options.rounds,
         lambda line: print(line, file=sys.stderr, flush=True),
-        pause_s=_PAUSE_S,
+        pause_s=PAUSE_S,
     )
     for engine in engines:
         engine.close()

@@ -1,4 +1,4 @@
-"""The vLLM half of e2e_cpu.py and vllm_plugin_cpu.py; runs under another Python, without attnkit.bench.
+"""The other end of vllm_engine.py; runs under another Python, without attnkit.bench.
 
 In: arguments MODEL DTYPE eager|compiled, then one JSON request a line on stdin: prompts as token ids
 and how many tokens are wanted. Out: one JSON line when ready, then one per request, on what was
