@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -217,3 +218,19 @@ def test_an_older_shape_must_grow_with_the_blocks() -> None:
 def test_memory_over_which_two_specs_lie_is_one() -> None:
     (views,) = allocate([[_spec(), _spec()]], BLOCKS, KVCacheLayout.LBHNC, CPU)
     assert views[0].data_ptr() == views[1].data_ptr()
+
+
+def test_memory_on_a_cpu_asks_for_huge_pages() -> None:
+    maps = Path("/proc/self/smaps")
+    if not maps.exists() or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this system has no huge pages that can be asked for")
+    tensor = allocate([[_spec()]], 4096, KVCacheLayout.LBHNC, CPU)[0][0]
+    address, inside = tensor.data_ptr(), False
+    for line in maps.read_text().splitlines():
+        first, _, last = line.split()[0].partition("-")
+        if last:
+            inside = int(first, 16) <= address < int(last, 16)
+        elif inside and line.startswith("VmFlags"):
+            assert "hg" in line.split()
+            return
+    raise AssertionError("the tensor lies in no mapping")
