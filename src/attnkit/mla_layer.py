@@ -66,6 +66,7 @@ class MLAAttention(PagedLayer):
         layer_name: str | None = None,
         block_size: int = 16,
         return_lse: bool = False,
+        use_kv_connector: bool = False,
         vllm_config: Any | None = None,
     ) -> None:
         """Choose a backend and build its impl.
@@ -84,6 +85,7 @@ class MLAAttention(PagedLayer):
             layer_name: None: one is made up.
             block_size: tokens in a kernel block.
             return_lse: return (output, lse).
+            use_kv_connector: somebody else will copy pages out of and into the cache.
             vllm_config: engine configuration handed to the builder; None: the defaults.
 
         Raises:
@@ -121,6 +123,7 @@ class MLAAttention(PagedLayer):
                 mla=dimensions,
                 device_capability=capability,
                 return_lse=return_lse,
+                use_kv_connector=use_kv_connector,
             ),
             backend,
         )

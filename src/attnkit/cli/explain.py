@@ -54,7 +54,7 @@ def explain(
     here = device is None or device == "cpu"
     capability = _this_machine() if device is None else DeviceCapability.parse(device)
     if model is not None:
-        requests = _requests_of_model(None if model == "default" else model, DTYPES[dtype])
+        requests = _requests_of_model(None if model == "default" else model, DTYPES[dtype], backend)
     else:
         layer = AttentionRequest(
             head_size=head_size,
@@ -91,22 +91,35 @@ def _this_machine() -> DeviceCapability:
     return DeviceCapability.of("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _requests_of_model(model: str | None, dtype: torch.dtype) -> dict[str, AttentionRequest]:
+def _requests_of_model(
+    model: str | None, dtype: torch.dtype, backend: str
+) -> dict[str, AttentionRequest]:
     """One request per kind of layer, named after the layers that are of it."""
-    from attnkit.runner.model import load_layer_facts
+    from attnkit.runner.model import load_layer_facts, serves_latents
 
     kinds: dict[AttentionRequest, list[str]] = {}
     for facts in load_layer_facts(model, dtype):
-        request = AttentionRequest(
-            head_size=facts.head_size,
-            head_size_v=facts.head_size_v,
-            dtype=dtype,
-            num_heads=facts.num_heads,
-            num_kv_heads=facts.num_kv_heads,
-            has_sink=facts.sinks is not None,
-            has_sliding_window=facts.sliding_window is not None,
-            has_logits_soft_cap=facts.logits_soft_cap is not None,
-        )
+        if facts.latent is not None and serves_latents(backend):
+            d = facts.latent.dimensions
+            request = AttentionRequest(
+                head_size=d.latent_size,
+                dtype=dtype,
+                num_heads=facts.num_heads,
+                num_kv_heads=1,
+                use_mla=True,
+                mla=d,
+            )
+        else:
+            request = AttentionRequest(
+                head_size=facts.head_size,
+                head_size_v=facts.head_size_v,
+                dtype=dtype,
+                num_heads=facts.num_heads,
+                num_kv_heads=facts.num_kv_heads,
+                has_sink=facts.sinks is not None,
+                has_sliding_window=facts.sliding_window is not None,
+                has_logits_soft_cap=facts.logits_soft_cap is not None,
+            )
         kinds.setdefault(request, []).append(facts.name)
     return {
         f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]: request
@@ -124,9 +137,15 @@ def _describe(request: AttentionRequest) -> str:
         "LSE": request.return_lse,
     }
     words = [
-        f"{request.num_heads}/{request.num_kv_heads} heads of {request.head_size}",
+        _describe_heads(request),
         str(request.dtype).removeprefix("torch."),
         f"{request.attn_type}",
         *(name for name, asked in features.items() if asked),
     ]
     return ", ".join(words)
+
+
+def _describe_heads(request: AttentionRequest) -> str:
+    if request.mla is not None:
+        return f"{request.num_heads} query heads, {request.mla}"
+    return f"{request.num_heads}/{request.num_kv_heads} heads of {request.head_size}"

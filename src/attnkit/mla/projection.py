@@ -141,7 +141,7 @@ def _dense_weight(
     Anything else (packed integers, a wrapper without a weight) is asked what it makes of the identity.
     """
     weight = getattr(module, "weight", None)
-    if isinstance(weight, torch.Tensor) and type(weight.data) is torch.Tensor and weight.dim() == 2:
+    if isinstance(weight, torch.Tensor) and _is_readable(weight):
         if weight.dtype in _PLAIN:
             return weight
         scale = getattr(module, "weight_scale_inv", None)
@@ -153,6 +153,12 @@ def _dense_weight(
     # Engines' linear layers return their bias too.
     expanded = expanded[0] if isinstance(expanded, tuple) else expanded
     return expanded.T
+
+
+def _is_readable(weight: torch.Tensor) -> bool:
+    """It is a matrix of numbers: a weight that oneDNN packed has a shape and a dtype only."""
+    is_plain = type(weight.data) is torch.Tensor and weight.layout is torch.strided
+    return is_plain and weight.dim() == 2
 
 
 def _spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -9,7 +9,7 @@ A model that fails is refused with its class, the layer and the reason.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 
 from attnkit.errors import ModelError
 from attnkit.runner import hook
+from attnkit.runner.latents import Expansion, LatentFacts, latent_facts, recording_expansions
 
 # Keyword arguments of an attention call that cannot change its result here: facts read by name,
 # bookkeeping of transformers, and offsets that only its own varlen kernels read.
@@ -43,6 +44,7 @@ class LayerFacts:
         logits_soft_cap: None: no cap.
         sinks: (num_heads,) or None.
         dtype: of queries, which need not be that of the weights (they may be quantised).
+        latent: its keys and values are expanded latents, which it may keep instead; None: no.
     """
 
     name: str
@@ -56,6 +58,7 @@ class LayerFacts:
     logits_soft_cap: float | None
     sinks: torch.Tensor | None
     dtype: torch.dtype
+    latent: LatentFacts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +121,8 @@ def discover_layers(
     vocab_size = _embedding_rows(model)
     ids = torch.arange(_NUM_PROBE_TOKENS, device=device) * 7 % vocab_size
     positions = torch.arange(_NUM_PROBE_TOKENS, device=device)
-    first, first_output = _probe(model, ids, positions)
+    with recording_expansions(model) as expansions:
+        first, first_output = _probe(model, ids, positions)
     if not first:
         raise ModelError(
             f"{kind} does not call transformers' attention interface, so attnkit cannot take its "
@@ -145,8 +149,18 @@ def discover_layers(
                 "does not support; use another model"
             )
         seen.add(call.module)
-        facts.append(layer_facts(kind, name, call, max_model_len, windows, encoder=encoder))
+        fact = layer_facts(kind, name, call, max_model_len, windows, encoder=encoder)
+        facts.append(replace(fact, latent=_latent(fact, call, expansions)))
     return tuple(facts)
+
+
+def _latent(
+    fact: LayerFacts, call: AttentionCall, expansions: dict[nn.Module, Expansion]
+) -> LatentFacts | None:
+    """Layers over latents have no window, cap or sinks."""
+    if fact.sliding_window or fact.logits_soft_cap or fact.sinks is not None:
+        return None
+    return latent_facts(call.module, expansions.get(call.module), call.key, call.value)
 
 
 def _embedding_rows(model: nn.Module) -> int:
@@ -237,6 +251,11 @@ def layer_facts(
         raise ModelError(
             f"{where} is bidirectional (is_causal False); attnkit.LLM drives causal decoders: use "
             "attnkit.Embedder for encoders"
+        )
+    if getattr(call.module, "indexer", None) is not None:
+        raise ModelError(
+            f"{where} attends to keys that an indexer picks for each query (sparse attention), which "
+            "attnkit's runner does not do yet; use a model with dense attention"
         )
     unknown = sorted(
         key

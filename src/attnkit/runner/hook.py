@@ -20,19 +20,30 @@ from torch import nn
 from attnkit.compiled import current_forward_context
 from attnkit.errors import ModelError
 from attnkit.layer import Attention
+from attnkit.mla_layer import MLAAttention
+from attnkit.paged_layer import PagedLayer
+from attnkit.runner.latents import expand_again, keep_latents
 
 RUN = "attnkit_paged"
 PROBE = "attnkit_probe"
 _LAYER = "attnkit_layer"
 
 
-class ModelLayer(Attention):
+class _InSteps(PagedLayer):
     """A layer of a model that is run step by step: outside of a step it raises."""
 
     def _run(self, *tensors: Any) -> None:
         if current_forward_context() is None:
             raise ModelError(_outside(self.layer_name))
         super()._run(*tensors)
+
+
+class ModelLayer(_InSteps, Attention):
+    """One that keeps keys and values."""
+
+
+class ModelLatentLayer(_InSteps, MLAAttention):
+    """One that keeps latents."""
 
 
 class Recorder(Protocol):
@@ -77,17 +88,20 @@ def register() -> None:
     AttentionMaskInterface.register(PROBE, tagged_mask)
 
 
-def attach(module: nn.Module, layer: ModelLayer) -> None:
+def attach(module: nn.Module, layer: ModelLayer | ModelLatentLayer) -> None:
     """Let `layer` run what `module` asks of attention.
 
     Not as a submodule: it has no weights, and casting the model must not cast its scales.
     """
     object.__setattr__(module, _LAYER, layer)
+    if isinstance(layer, ModelLatentLayer):
+        keep_latents(module)
 
 
 def detach(module: nn.Module) -> None:
     """Undo `attach`; nothing happens where nothing was attached."""
     module.__dict__.pop(_LAYER, None)
+    expand_again(module)
 
 
 def run_attention(
@@ -102,8 +116,9 @@ def run_attention(
 
     Args:
         module: the model's attention module, which has a layer attached.
-        query: [B, num_heads, T, head_size]; key and value alike with num_kv_heads heads. Row after
-            row they are the tokens of the step's batch; the runner has B = 1.
+        query: [B, num_heads, T, head_size]; key and value alike with num_kv_heads heads, or the latents
+            and rotated parts of a layer that keeps these. Row after row they are the tokens of the
+            step's batch; the runner has B = 1.
         attention_mask: None; what is visible follows from the plan and the layer.
         options: transformers' per-layer facts, read once by `discovery` and constant since.
 

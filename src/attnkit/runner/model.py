@@ -33,7 +33,7 @@ from attnkit.contract import (
 from attnkit.errors import ConfigurationError
 from attnkit.kvcache.groups import KVCachePlan, plan_kv_cache
 from attnkit.kvcache.pool import PagedKVCache
-from attnkit.layer import Attention
+from attnkit.paged_layer import PagedLayer
 from attnkit.runner import hook
 from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.discovery import LayerFacts
@@ -47,6 +47,7 @@ from attnkit.runner.takeover import (
     restore_attention,
     set_attention,
 )
+from attnkit.selection import resolve
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
@@ -64,7 +65,8 @@ class PackedModel:
         device: where it runs.
         max_model_len: longest sequence, in tokens.
         vocab_size: width of the logits.
-        layers: layer name -> `attnkit.Attention`, in the order of the forward pass.
+        layers: layer name -> `attnkit.Attention`, or `attnkit.MLAAttention` where the model expands
+            latents and no backend for keys and values was named; in the order of the forward pass.
         kv_plan: what they keep in the cache, and which of them share a block table.
         block_size: tokens in a page; more in groups whose tokens take fewer bytes (see `kv_plan`).
         blocks_per_block: kernel blocks in a page.
@@ -258,7 +260,21 @@ class PackedModel:
         backend: str | type[AttentionBackend],
         block_size: int,
         config: VllmConfig,
-    ) -> hook.ModelLayer:
+    ) -> hook.ModelLayer | hook.ModelLatentLayer:
+        if fact.latent is not None and serves_latents(backend):
+            return hook.ModelLatentLayer(
+                fact.num_heads,
+                fact.latent.dimensions,
+                fact.latent.kv_b_proj,
+                fact.scale,
+                dtype=fact.dtype,
+                device=self.device,
+                backend=backend,
+                layer_name=fact.name,
+                block_size=block_size,
+                use_kv_connector=self._use_kv_connector,
+                vllm_config=config,
+            )
         return hook.ModelLayer(
             fact.num_heads,
             fact.head_size,
@@ -332,6 +348,17 @@ def load_layer_facts(model: str | None, dtype: torch.dtype) -> tuple[LayerFacts,
     return probe(loaded.eval(), max_model_len_of(loaded, None))
 
 
+def serves_latents(backend: str | type[AttentionBackend]) -> bool:
+    """Layers that may keep latents do, unless somebody names a backend for keys and values.
+
+    Raises:
+        BackendError: there is no such backend.
+    """
+    if backend == "auto":
+        return True
+    return (resolve(backend) if isinstance(backend, str) else backend).is_mla()
+
+
 def max_model_len_of(model: Any, given: int | None) -> int:
     config = model.config.get_text_config()
     own = next((n for name in _LENGTH_NAMES if (n := getattr(config, name, None))), None)
@@ -349,7 +376,7 @@ def max_model_len_of(model: Any, given: int | None) -> int:
     return given
 
 
-def _blocks_per_block(plan: KVCachePlan, layers: Mapping[str, Attention]) -> int:
+def _blocks_per_block(plan: KVCachePlan, layers: Mapping[str, PagedLayer]) -> int:
     """Into how few kernel blocks a page must be split for every layer's kernels to read them."""
     pairs = {(s.block_size, layers[n].backend) for n, s in plan.specs.items()}
     for ratio in range(1, min(size for size, _ in pairs) + 1):
@@ -389,7 +416,7 @@ def _reads(backend: type[AttentionBackend], size: int) -> bool:
     )
 
 
-def plan_key(layer: Attention) -> tuple[Any, ...]:
+def plan_key(layer: PagedLayer) -> tuple[Any, ...]:
     """Layers with equal keys can share a plan: a plan may depend on all static facts but a sink's
     values, which no builder sees."""
     return (

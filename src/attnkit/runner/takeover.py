@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from attnkit.errors import ModelError
-from attnkit.layer import Attention
+from attnkit.paged_layer import PagedLayer
 from attnkit.runner import hook
 from attnkit.runner.discovery import LayerFacts, discover_layers
 
@@ -61,7 +61,7 @@ def left_alone_on_error(model: Any) -> Iterator[None]:
         raise
 
 
-def explain_layers(layers: Mapping[str, Attention]) -> str:
+def explain_layers(layers: Mapping[str, PagedLayer]) -> str:
     """Which backend runs which layers, and why not the others."""
     kinds: dict[str, list[str]] = {}
     for name, layer in layers.items():
