@@ -150,7 +150,10 @@ class FlexMetadata(AttentionMetadata):
 
     def mask_mod(self, variant: AttentionVariant) -> MaskMod:
         """Whether query q sees key k, as functions of their places in the rows."""
-        keys, window = self.keys_of(variant), variant.sliding_window
+        keys, window = self.keys_of(variant), None
+        if variant.sliding_window is not None:
+            # A tensor: compiled for any length, numbers become unknowns that its templates do not take.
+            window = torch.full_like(self.request[0], variant.sliding_window)
         is_decoder = variant.attn_type is AttentionType.DECODER
         spans = self.spans if is_decoder else None
         prefix = self.prefix if is_decoder else None
@@ -320,6 +323,8 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
             sinks=sinks,
             use_alibi_sqrt=use_alibi_sqrt,
         )
+        cap = self.variant.logits_soft_cap
+        self._soft_cap = None if cap is None else torch.tensor(cap)
 
     def do_kv_cache_update(
         self,
@@ -349,6 +354,8 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
             return output.zero_()
         plan = attn_metadata
         variant = self.variant = self.variant.to(query.device)
+        if self._soft_cap is not None:
+            self._soft_cap = self._soft_cap.to(query.device)
         # Eager products of 16-bit numbers are slow on a CPU, and round the scores.
         dtype = torch.float32 if query.device.type == "cpu" else query.dtype
         mask, seen = plan.mask_of(variant)
@@ -395,7 +402,7 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
     def _score_mod(self, plan: FlexMetadata) -> ScoreMod | None:
         """What becomes of q.k * scale; None: nothing."""
         variant = self.variant
-        cap, slopes, is_sqrt = variant.logits_soft_cap, variant.alibi_slopes, variant.use_alibi_sqrt
+        slopes, is_sqrt, cap = variant.alibi_slopes, variant.use_alibi_sqrt, self._soft_cap
         if cap is None and slopes is None:
             return None
         q_position, k_position = plan.position, plan.keys_of(variant).position
