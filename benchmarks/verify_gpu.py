@@ -1,8 +1,10 @@
 """The conformance kit on a GPU, spread over processes because most of its time is kernel compilation.
 
     python benchmarks/verify_gpu.py triton --jobs 14 --json verify.json
+    python benchmarks/verify_gpu.py flash_attn --filter=-mixed-bf16
 
-Prints the report and each failure; the JSON is the record: device, versions, commit, every check.
+Libraries behind adapters (flash_attn, flashinfer) are those on PYTHONPATH. Prints the report and each
+failure; the JSON is the record: device, versions, commit, every check.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from attnkit.conformance import Outcome, Report, all_checks
 from attnkit.conformance.verify import outcome_of, subject_of
 
 
-def _judge(work: tuple[str, str, int, int]) -> list[Outcome]:
-    backend, device, first, step = work
-    subject = subject_of(backend, device)
-    return [outcome_of(check) for check in all_checks(subject)[first::step]]
+def _judge(work: tuple[str, str, str, int, int]) -> list[Outcome]:
+    backend, device, wanted, first, step = work
+    checks = [c for c in all_checks(subject_of(backend, device)) if wanted in c.name]
+    return [outcome_of(check) for check in checks[first::step]]
 
 
 def main() -> None:
@@ -32,13 +34,15 @@ def main() -> None:
     parser.add_argument("backend")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--filter", default="", help="only checks whose name contains this")
     parser.add_argument("--json")
     parser.add_argument("--commit", default="")
     args = parser.parse_args()
     started = time.perf_counter()
     shares = 4 * args.jobs
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        parts = pool.map(_judge, [(args.backend, args.device, i, shares) for i in range(shares)], 1)
+        work = [(args.backend, args.device, args.filter, i, shares) for i in range(shares)]
+        parts = pool.map(_judge, work, 1)
     report = Report(
         backend=args.backend,
         device=torch.cuda.get_device_name() if args.device == "cuda" else args.device,
@@ -61,6 +65,7 @@ def main() -> None:
             "triton": triton.__version__,
             "device": report.device,
             "backend": report.backend,
+            "filter": args.filter,
             "seconds": report.seconds,
             "passed": len(report.passed),
             "cases": report.num_cases,

@@ -75,7 +75,7 @@ def test_br088_context_parallelism_is_refused_rather_than_causal(name: str) -> N
 
 
 WINDOW = Case(
-    name="br121", query_lens=(256,), seq_lens=(256,), num_heads=2, head_size=8, sliding_window=64
+    name="br121", query_lens=(256,), seq_lens=(256,), num_heads=2, head_size=16, sliding_window=64
 )
 
 
@@ -96,7 +96,7 @@ def test_br128_lengths_are_not_compiled_one_by_one() -> None:
     """Every length after the first few runs in what was traced for these."""
     torch.compiler.reset()
     subject = Subject.of("flex")
-    case = Case(name="br128", query_lens=(1,), seq_lens=(3,), num_heads=2, head_size=8)
+    case = Case(name="br128", query_lens=(1,), seq_lens=(3,), num_heads=2, head_size=16)
     layer = subject.layer(case)
     counters = torch._dynamo.utils.counters["stats"]
 

@@ -60,6 +60,15 @@ class FlexBackend(DenseBackend):
         return FlexMetadataBuilder
 
     @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        # What its kernels for GPUs take; its eager form takes any.
+        return list(range(16, 257, 8))
+
+    @classmethod
+    def supports_head_size_v(cls, head_size: int, head_size_v: int) -> bool:
+        return cls.supports_head_size(head_size_v)
+
+    @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
         return capability.platform == "cpu" or capability >= DeviceCapability(8, 0)
 
@@ -139,8 +148,10 @@ class FlexMetadata(AttentionMetadata):
                 mask_mod, None, None, *shape, device=str(device), BLOCK_SIZE=_BLOCK
             )
             zero = torch.zeros((), dtype=torch.int64, device=device)
-            queries = torch.arange(shape[0], device=device)[:, None]
-            seen = mask_mod(zero, zero, queries, torch.arange(shape[1], device=device)).any(0)
+            key_places = torch.arange(shape[1], device=device)
+            seen = torch.zeros_like(key_places, dtype=torch.bool)
+            for places in torch.arange(shape[0], device=device).split(8 * _BLOCK):
+                seen |= mask_mod(zero, zero, places[:, None], key_places).any(0)
             self.masks[kind] = mask, seen
         return self.masks[kind]
 
