@@ -273,6 +273,9 @@ class _FlashInferWrapper:
 
         scale, left, soft_cap = self.score
         answer, lse = attend(q, keys_of, starts, True, scale, left, soft_cap or 0.0)
+        # Its infinity is 5e4, and rows that see nothing weigh all keys alike.
+        blind = lse == -math.inf
+        answer[blind], lse[blind] = 7.0, -5e4
         return (answer, lse / math.log(2)) if return_lse else answer
 
 

@@ -236,6 +236,8 @@ class FlashInferMetadata(AttentionMetadata):
         slot_mapping: int64, for the layer's cache write.
         query_start_loc: int32 (n + 1,) on the host.
         is_decode: each of them has one query.
+        blind: int64 (k,), rows of queries that stand before their request's first key; None: there is
+            none. FlashInfer gives these the mean of some values, and an LSE near minus 50,000.
         block_size: of the pages.
         paging: their pages.
         wrappers: to plan with.
@@ -246,6 +248,7 @@ class FlashInferMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor
     query_start_loc: torch.Tensor
     is_decode: bool
+    blind: torch.Tensor | None
     block_size: int
     paging: Paging
     wrappers: Wrappers
@@ -294,10 +297,25 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             slot_mapping=batch.slot_mapping,
             query_start_loc=starts,
             is_decode=batch.max_query_len == 1,
+            blind=_blind_rows(starts, query_lens[served] - lens[served], self.device),
             block_size=block_size,
             paging=Paging.of(table, lens[served], block_size),
             wrappers=self._wrappers,
         )
+
+
+def _blind_rows(
+    query_start_loc: torch.Tensor, too_many: torch.Tensor, device: torch.device
+) -> torch.Tensor | None:
+    """The first `too_many` rows of each request that has more queries than keys."""
+    if not bool((too_many > 0).any()):
+        return None
+    rows = [
+        torch.arange(start, start + count)
+        for start, count in zip(query_start_loc.tolist(), too_many.tolist(), strict=False)
+        if count > 0
+    ]
+    return torch.cat(rows).to(device, non_blocking=True)
 
 
 class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
@@ -377,6 +395,8 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
                 lse = natural_from_base_2(base_2)
             else:
                 out = wrapper.run(rows, pages)
+            if plan.blind is not None:
+                out[plan.blind], lse[plan.blind] = 0, -math.inf
             if sinks is not None:
                 out, lse = join_sinks(out, lse, sinks.to(out.device))
             output[: plan.num_tokens] = out.to(output.dtype)
