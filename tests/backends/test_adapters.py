@@ -21,7 +21,7 @@ from attnkit.backends.flash_attn import FlashAttnBackend
 from attnkit.backends.flashinfer import FlashInferBackend, Paging
 from attnkit.conformance import verify
 from attnkit.contract import AttentionBackend, DeviceCapability
-from attnkit.errors import BackendUnavailable, BatchError
+from attnkit.errors import BackendUnavailable, BatchError, UnsupportedConfiguration
 from attnkit.selection import AttentionRequest, decide, reasons_against, select
 
 FLOATS: list[torch.dtype] = [torch.float32, torch.float16, torch.bfloat16]
@@ -68,7 +68,7 @@ def install(monkeypatch: pytest.MonkeyPatch, library: ModuleType) -> None:
 
 @pytest.mark.parametrize(("backend", "library"), LIBRARIES)
 @pytest.mark.parametrize(
-    ("filter", "at_least"), [("-mixed-fp32", 18), ("-decode-bf16", 9), ("law:parts_merge", 1)]
+    ("filter", "at_least"), [("-mixed-fp32", 14), ("-decode-bf16", 9), ("law:parts_merge", 1)]
 )
 def test_an_adapter_passes_the_kit_over_its_double(
     monkeypatch: pytest.MonkeyPatch,
@@ -102,6 +102,25 @@ def test_what_an_adapter_claims_it_does(
     assert not report.failed, str(report)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"sliding_window": 4}, "sliding window"),
+        ({"alibi_slopes": [1.0, 1.0]}, "ALiBi"),
+        ({"attn_type": "encoder"}, "attention type encoder"),
+    ],
+)
+@pytest.mark.parametrize(
+    "backend", [FlashAttnHere, FlashInferHere], ids=lambda backend: backend.get_name()
+)
+def test_an_impl_refuses_what_its_class_does(
+    backend: type[AttentionBackend], arguments: dict[str, Any], named: str
+) -> None:
+    impl_cls: Any = backend.get_impl_cls()
+    with pytest.raises(UnsupportedConfiguration, match=f"{named} is asked for"):
+        impl_cls(2, 64, 1.0, **arguments)
+
+
 @pytest.mark.parametrize(("backend", "library"), LIBRARIES)
 def test_a_batch_that_is_not_causal_is_refused(
     monkeypatch: pytest.MonkeyPatch, backend: type[AttentionBackend], library: Any
@@ -126,13 +145,13 @@ def test_layers_of_a_kind_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         wrapper, "plan", lambda self, *a, **kw: (planned.append(kw), plan(self, *a, **kw))
     )
-    layers = [Attention(2, 64, backend=FlashInferHere, sliding_window=w) for w in (None, None, 3)]
+    layers = [Attention(2, 64, backend=FlashInferHere, logits_soft_cap=c) for c in (None, None, 3)]
     step = layers[0].build(make_batch([1, 1], [5, 20], [[1], [2, 3]], 16))
     cache = torch.zeros(4, 2, 16, 128)
     q = torch.ones(2, 2, 64)
     for layer in layers:
         layer(q, q, q, cache, step)
-    assert [kw["window_left"] for kw in planned] == [-1, 2]
+    assert [kw["logits_soft_cap"] for kw in planned] == [None, 3]
 
 
 def test_pages_in_a_row() -> None:

@@ -4,6 +4,9 @@ In: the contract's batch, one layer's tensors and its paged cache. Out: attentio
 kernels over our pages, which it reads where they are. The first build that is installed is used:
 FlashAttention-3 as its repository's `hopper` folder makes it, the one inside vLLM, or the package
 flash-attn, version 2. They differ in names of arguments and in the pages they take, not in meaning.
+
+Windows are refused, though the library has them: of a tile that a window cuts it multiplies all values,
+those it hides by 0, and 0 * NaN is NaN. Pages left of a window may hold anything (docs/semantics.md).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 
 from attnkit.backends.libraries import (
     expect_causal,
+    expect_plain_decoder,
     is_installed,
     join_sinks,
     plain_cache_refusal,
@@ -37,7 +41,6 @@ from attnkit.contract import (
     KVCacheSpec,
     MultipleOf,
 )
-from attnkit.errors import UnsupportedConfiguration
 from attnkit.kvcache.formats import cache_format
 
 HOPPER = "flash_attn_interface"
@@ -66,7 +69,6 @@ def attend_pages(
     max_query_len: int,
     max_seq_len: int,
     scale: float,
-    window: int | None = None,
     soft_cap: float | None = None,
     want_lse: bool = False,
     key_start_loc: torch.Tensor | None = None,
@@ -83,7 +85,6 @@ def attend_pages(
         block_table: int32 (R, W).
         max_query_len, max_seq_len: at least the longest.
         scale: factor on q.k.
-        window: keys a query sees, itself included.
         soft_cap: c in c * tanh(score / c).
         want_lse: whether the LSE is returned.
         key_start_loc: int32 (R + 1,), sums of `seq_lens`: version 2 needs it.
@@ -93,8 +94,6 @@ def attend_pages(
         Output, and the LSE as the library gives it: natural, float32 (num_heads, num_tokens).
     """
     how: dict[str, Any] = {"softmax_scale": scale, "causal": True, "softcap": soft_cap or 0.0}
-    # A query sees its own key and so many on either side of it.
-    how["window_size"] = (-1, -1) if window is None else (window - 1, 0)
     if module.__name__ == HOPPER:
         answer = module.flash_attn_with_kvcache(
             query,
@@ -203,10 +202,6 @@ class FlashAttnBackend(AttentionBackend):
         device_capability: DeviceCapability,
     ) -> str | None:
         return plain_cache_refusal(kv_cache_dtype, dtype)
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
 
     @classmethod
     def supports_logits_soft_cap(cls) -> bool:
@@ -329,10 +324,7 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
             attn_type=attn_type,
             sinks=sinks,
         )
-        if alibi_slopes is not None or self.variant.attn_type is not AttentionType.DECODER:
-            what = "ALiBi" if alibi_slopes is not None else f"attention type {attn_type}"
-            reason = f"{what} is asked for, which this backend does not do"
-            raise UnsupportedConfiguration(f"flash_attn: {reason}", (reason,))
+        expect_plain_decoder(self.variant, "flash_attn")
         name = flash_attention_module()
         # A build that is there and breaks raises its own error here.
         self._module = importlib.import_module(name or HOPPER)
@@ -379,7 +371,6 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
                 max_query_len=plan.max_query_len,
                 max_seq_len=plan.max_seq_len,
                 scale=self.scale,
-                window=variant.sliding_window,
                 soft_cap=variant.logits_soft_cap,
                 want_lse=want_lse,
                 key_start_loc=plan.key_start_loc,

@@ -1,8 +1,11 @@
 """The flashinfer backend: an adapter to an installed FlashInfer.
 
 In: the contract's batch, one layer's tensors and its paged cache. Out: attention by FlashInfer's batch
-wrappers over our pages, which they read where they are. FlashInfer plans with the layer's heads, window
-and scale, which a batch's plan does not know: the first layer of a kind plans for the rest of the step.
+wrappers over our pages, which they read where they are. FlashInfer plans with the layer's heads, soft
+cap and scale, which a batch's plan does not know: the first layer of a kind plans for the step.
+
+Windows are refused, though the library has them: of a tile that a window cuts it multiplies all values,
+those it hides by 0, and 0 * NaN is NaN. Pages left of a window may hold anything (docs/semantics.md).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 
 from attnkit.backends.libraries import (
     expect_causal,
+    expect_plain_decoder,
     is_installed,
     join_sinks,
     natural_from_base_2,
@@ -36,7 +40,6 @@ from attnkit.contract import (
     KVCacheSpec,
     MultipleOf,
 )
-from attnkit.errors import UnsupportedConfiguration
 from attnkit.kvcache.formats import cache_format
 
 MODULE = "flashinfer"
@@ -99,10 +102,6 @@ class FlashInferBackend(AttentionBackend):
         device_capability: DeviceCapability,
     ) -> str | None:
         return plain_cache_refusal(kv_cache_dtype, dtype)
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
 
     @classmethod
     def supports_logits_soft_cap(cls) -> bool:
@@ -197,7 +196,6 @@ def plan_wrapper(
     scale: float,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
-    window: int | None = None,
     soft_cap: float | None = None,
     wrapper: Any = None,
 ) -> Any:
@@ -206,14 +204,12 @@ def plan_wrapper(
     Args:
         query_start_loc: int32 (n + 1,) on the host.
         is_decode: each request has one query.
-        window: keys a query sees, itself included.
         wrapper: to plan again; None: a new one.
     """
     pages = (paging.offsets, paging.pages, paging.last_page_len)
     heads = (num_heads, num_kv_heads, head_size, block_size)
     how: dict[str, Any] = {
         "sm_scale": scale,
-        "window_left": -1 if window is None else window - 1,
         "logits_soft_cap": soft_cap,
         "q_data_type": dtype,
         "kv_data_type": kv_dtype,
@@ -353,10 +349,7 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
             attn_type=attn_type,
             sinks=sinks,
         )
-        if alibi_slopes is not None or self.variant.attn_type is not AttentionType.DECODER:
-            what = "ALiBi" if alibi_slopes is not None else f"attention type {attn_type}"
-            reason = f"{what} is asked for, which this backend does not do"
-            raise UnsupportedConfiguration(f"flashinfer: {reason}", (reason,))
+        expect_plain_decoder(self.variant, "flashinfer")
 
     def do_kv_cache_update(
         self,
@@ -406,7 +399,7 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
         """The wrapper for layers like this one, planned by the first of them."""
         variant = self.variant
         heads = (self.num_heads, self.num_kv_heads, self.head_size)
-        kind = (*heads, self.scale, variant.sliding_window, variant.logits_soft_cap, dtype)
+        kind = (*heads, self.scale, variant.logits_soft_cap, dtype)
         if kind not in plan.planned:
             plan.planned[kind] = plan_wrapper(
                 plan.wrappers,
@@ -420,7 +413,6 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
                 scale=self.scale,
                 dtype=dtype,
                 kv_dtype=kv_dtype,
-                window=variant.sliding_window,
                 soft_cap=variant.logits_soft_cap,
             )
         return plan.planned[kind]

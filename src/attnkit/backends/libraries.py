@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from attnkit.contract import CommonAttentionMetadata
-from attnkit.errors import BatchError
+from attnkit.contract import AttentionType, AttentionVariant, CommonAttentionMetadata
+from attnkit.errors import BatchError, UnsupportedConfiguration
 
 
 def is_installed(module: str) -> bool:
@@ -53,6 +53,22 @@ def expect_causal(batch: CommonAttentionMetadata, backend: str) -> None:
             f"the batch has causal={batch.causal}, and {backend} does causal batches only; name a "
             "backend that does others (attnkit backends)"
         )
+
+
+def expect_plain_decoder(variant: AttentionVariant, backend: str) -> None:
+    """Refuse a layer for a backend whose masks are causal and no more.
+
+    Raises:
+        UnsupportedConfiguration: it has a window or ALiBi, or is no decoder.
+    """
+    others = {
+        "sliding window": variant.sliding_window is not None,
+        "ALiBi": variant.alibi_slopes is not None,
+        f"attention type {variant.attn_type}": variant.attn_type is not AttentionType.DECODER,
+    }
+    for name in (name for name, given in others.items() if given):
+        reason = f"{name} is asked for, which this backend does not do"
+        raise UnsupportedConfiguration(f"{backend}: {reason}", (reason,))
 
 
 def natural_from_base_2(lse: torch.Tensor) -> torch.Tensor:
