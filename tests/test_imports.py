@@ -26,6 +26,7 @@ CHOICE = PAGES | {
     "compiled",
     "paged_layer",
     "layer",
+    "prefill_selection",
     "mla_layer",
 }
 ARROWS: dict[str, set[str]] = {
@@ -42,7 +43,16 @@ ARROWS: dict[str, set[str]] = {
     "selection": {"errors", "contract", "backends"},
     "paged_layer": {"errors", "contract", "compiled", "selection"},
     "layer": {"errors", "contract", "backends", "selection", "paged_layer"},
-    "mla_layer": {"errors", "contract", "kvcache", "mla", "selection", "paged_layer"},
+    "prefill_selection": {"errors", "contract", "mla", "backends", "selection"},
+    "mla_layer": {
+        "errors",
+        "contract",
+        "kvcache",
+        "mla",
+        "selection",
+        "prefill_selection",
+        "paged_layer",
+    },
     "parallel": {"errors", "contract", "layer"},
     "runner": CHOICE,
     "conformance": CHOICE | {"runner", ""},

@@ -34,8 +34,10 @@ from attnkit.errors import (
     UnsupportedConfiguration,
 )
 from attnkit.kvcache.formats import LATENT_FORMATS
+from attnkit.mla.prefill_backend import MLAPrefillBackend
 from attnkit.mla.projection import KvBProjection
 from attnkit.paged_layer import PagedLayer, logical_page
+from attnkit.prefill_selection import select_prefill
 from attnkit.selection import AttentionRequest, select
 
 
@@ -46,6 +48,8 @@ class MLAAttention(PagedLayer):
         dimensions: sizes of latents and heads.
         projection: `kv_b_proj` as plain weights.
         num_heads: query heads.
+        prefill_selection: who attends for prefills, and how it was chosen; print it. None: the backend
+            does it by itself.
         head_size: numbers in a row of the cache.
         head_size_v: of a head of the output.
     """
@@ -67,6 +71,7 @@ class MLAAttention(PagedLayer):
         block_size: int = 16,
         return_lse: bool = False,
         use_kv_connector: bool = False,
+        prefill_backend: str | type[MLAPrefillBackend] = "auto",
         vllm_config: Any | None = None,
     ) -> None:
         """Choose a backend and build its impl.
@@ -86,6 +91,8 @@ class MLAAttention(PagedLayer):
             block_size: tokens in a kernel block.
             return_lse: return (output, lse).
             use_kv_connector: somebody else will copy pages out of and into the cache.
+            prefill_backend: who attends for prefills: a name of `MLA_PREFILL_BACKENDS`, a class, or
+                "auto", the backend's own.
             vllm_config: engine configuration handed to the builder; None: the defaults.
 
         Raises:
@@ -156,6 +163,16 @@ class MLAAttention(PagedLayer):
             dimensions.v_head_dim,
             self.projection,
         )
+        self.prefill_selection = select_prefill(
+            self.impl,
+            prefill_backend,
+            device_capability=capability,
+            dtype=dtype,
+            dimensions=dimensions,
+        )
+        if self.prefill_selection is not None and prefill_backend != "auto":
+            chosen = self.prefill_selection.backend
+            self.impl.prefill_backend = chosen(num_heads, scale, dimensions)
         if return_lse:
             self.impl.need_to_return_lse_for_decode = True
         self._page = logical_page(self.backend, self._spec(block_size))

@@ -19,3 +19,11 @@ MLA_BACKENDS: dict[str, str] = {
     "cpu_mla": "attnkit.backends.cpu.mla:CpuMLABackend",
     "reference_mla": "attnkit.backends.reference_mla:ReferenceMLABackend",
 }
+
+MLA_PREFILL_BACKENDS: dict[str, str] = {
+    "triton": "attnkit.backends.triton.mla_prefill:TritonMLAPrefill",
+    "cpu": "attnkit.backends.cpu.mla_prefill:CpuMLAPrefill",
+    "torch": "attnkit.backends.torch_mla_prefill:TorchMLAPrefill",
+    "reference": "attnkit.backends.reference_mla:ReferenceMLAPrefill",
+}
+"""Who may prefill for layers over latents: `MLAPrefillBackend`s."""

@@ -26,6 +26,7 @@ from attnkit.mla.builder import MLAMetadataBuilder
 from attnkit.mla.layer import LatentLayer, format_refusal
 from attnkit.mla.plan import ContextChunk, MLAMetadata, PrefillPart
 from attnkit.mla.prefill import attend_prefill
+from attnkit.mla.prefill_backend import MLAPrefillBackend
 
 
 class ReferenceMLABackend(AttentionBackend):
@@ -105,6 +106,7 @@ class ReferenceMLAImpl(MLAAttentionImpl[MLAMetadata]):
             v_head_dim=v_head_dim,
             kv_b_proj=kv_b_proj,
         )
+        self.prefill_backend = ReferenceMLAPrefill(num_heads, scale, self.layer.dimensions)
 
     def do_kv_cache_update(
         self,
@@ -167,7 +169,7 @@ class ReferenceMLAImpl(MLAAttentionImpl[MLAMetadata]):
             attn_metadata,
             self.layer,
             k_scale,
-            _Rows(self.scale),
+            self.prefill_backend,
             output,
         )
         return lse if self.need_to_return_lse_for_decode else None
@@ -185,13 +187,14 @@ class ReferenceMLAImpl(MLAAttentionImpl[MLAMetadata]):
         return torch.cat(parts, dim=-1)[:, 0]
 
 
-class _Rows:
-    """Dense attention for prefills, a row at a time."""
+class ReferenceMLAPrefill(MLAPrefillBackend):
+    """A row at a time."""
 
-    def __init__(self, scale: float) -> None:
-        self._scale = scale
+    @staticmethod
+    def get_name() -> str:
+        return "reference"
 
-    def own_tokens(
+    def run_prefill_new_tokens(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -204,9 +207,9 @@ class _Rows:
         for start, end in itertools.pairwise(starts):
             for row in range(start, end):
                 seen = slice(start, row + 1)
-                output[row], lse[row] = _attend_row(query[row], key[seen], value[seen], self._scale)
+                output[row], lse[row] = _attend_row(query[row], key[seen], value[seen], self.scale)
 
-    def context(
+    def run_prefill_context_chunk(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -220,7 +223,7 @@ class _Rows:
             pages = chunk.block_table[request, : -(-kv_len // key.shape[1])].long()
             keys, values = (x[pages].flatten(0, 1)[:kv_len] for x in (key, value))
             for row in range(starts[request], starts[request + 1]):
-                output[row], lse[row] = _attend_row(query[row], keys, values, self._scale)
+                output[row], lse[row] = _attend_row(query[row], keys, values, self.scale)
 
 
 def _attend_row(

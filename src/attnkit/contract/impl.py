@@ -346,6 +346,10 @@ class MLAAttentionImpl(AttentionImplBase[T], Generic[T]):
 
     supports_pcp: bool = True
 
+    prefill_backend: Any = None
+    """Ours: an `MLAPrefillBackend` that `forward_mha` attends with, which a layer may replace by another
+    before its first step; None: `forward_mha` attends by itself."""
+
     can_return_lse_for_prefill: bool = False
     """Ours: `forward_mha` returns the log-sum-exp of its rows when `need_to_return_lse_for_decode` is
     set, as `forward_mqa` does. A layer built with `return_lse` needs both."""

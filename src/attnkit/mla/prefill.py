@@ -1,6 +1,6 @@
 """attend_prefill: the prefills of a batch over expanded keys and values, context piece by piece.
 
-In: queries, this step's latents, the cache, a plan, and a backend's dense attention as two functions.
+In: queries, this step's latents, the cache, a plan, and a prefill backend.
 Out: attention, and its LSE. The step's own tokens attend to themselves; each chunk of the context is
 gathered, expanded and attended to without a mask; the parts are merged by their LSE in float32, in
 order, so at most one chunk of expanded keys and values exists at a time.
@@ -9,45 +9,13 @@ order, so at most one chunk of expanded keys and values exists at a time.
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 
 from attnkit.kvcache.formats import CacheFormat
 from attnkit.mla.layer import LatentLayer
-from attnkit.mla.plan import ContextChunk, MLAMetadata, PrefillPart
-
-
-class DenseAttention(Protocol):
-    """Attention over expanded heads, as many of K and V as of q. Both write all rows of `output`
-    (num_tokens, num_heads, v_head_dim), zero where a row sees no key, and `lse` float32 (num_tokens,
-    num_heads), natural, -inf there."""
-
-    def own_tokens(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        plan: PrefillPart,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        """Causal attention of each request's tokens to themselves; key and value (num_tokens,
-        num_heads, size), requests as in `plan.query_start_loc`."""
-        ...
-
-    def context(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        chunk: ContextChunk,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        """Attention to the first `chunk.kv_lens` tokens of each request's pages, no mask; key and
-        value (num_pages, block_size, num_heads, size). What lies past a length may be NaN."""
-        ...
+from attnkit.mla.plan import MLAMetadata, PrefillPart
+from attnkit.mla.prefill_backend import MLAPrefillBackend
 
 
 def attend_prefill(
@@ -58,7 +26,7 @@ def attend_prefill(
     metadata: MLAMetadata,
     layer: LatentLayer,
     k_scale: torch.Tensor,
-    attention: DenseAttention,
+    backend: MLAPrefillBackend,
     output: torch.Tensor,
 ) -> torch.Tensor:
     """Attend and return the LSE, float32 (num_tokens, num_heads).
@@ -71,7 +39,7 @@ def attend_prefill(
         metadata: with a prefill part.
         layer: all tokens count as they read back from its cache, this step's too.
         k_scale: the layer's.
-        attention: of the backend.
+        backend: attends.
         output: (num_tokens, num_heads * v_head_dim), written in place.
     """
     plan = metadata.prefill
@@ -83,15 +51,15 @@ def attend_prefill(
     output = output.view(*heads, -1)
     if plan.own_rows is None and not plan.chunks:
         lse = query.new_empty(heads, dtype=torch.float32)
-        attention.own_tokens(query, key, value, plan, output, lse)
+        backend.run_prefill_new_tokens(query, key, value, plan, output, lse)
         return lse
     total = query.new_zeros(*heads, value.shape[-1], dtype=torch.float32)
     lse = query.new_full(heads, -math.inf, dtype=torch.float32)
     if plan.own_rows is None:
-        attention.own_tokens(query, key, value, plan, total, lse)
+        backend.run_prefill_new_tokens(query, key, value, plan, total, lse)
     else:
         part, part_lse = total[plan.own_rows], lse[plan.own_rows]
-        attention.own_tokens(own[0], key, value, plan, part, part_lse)
+        backend.run_prefill_new_tokens(own[0], key, value, plan, part, part_lse)
         total[plan.own_rows], lse[plan.own_rows] = part, part_lse
     for chunk in plan.chunks:
         latents = read_latents(cache, chunk.pages, layer, k_scale, query.dtype)
@@ -99,7 +67,7 @@ def attend_prefill(
         rows = query[chunk.rows]
         part = rows.new_empty(*rows.shape[:2], value.shape[-1], dtype=torch.float32)
         part_lse = rows.new_empty(rows.shape[:2], dtype=torch.float32)
-        attention.context(rows, key, value, chunk, part, part_lse)
+        backend.run_prefill_context_chunk(rows, key, value, chunk, part, part_lse)
         merge_into(total[chunk.rows], lse[chunk.rows], part, part_lse)
     output.copy_(total)
     return lse

@@ -8,15 +8,14 @@ Without the native library, and for rows with a scale per tile, the same is done
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from attnkit.backends.cpu.attend import Request, attend
-from attnkit.backends.cpu.launch import NativeKernels
+from attnkit.backends.cpu.attend import attend
+from attnkit.backends.cpu.mla_prefill import CpuMLAPrefill, dense_rows, pack, request_of
 from attnkit.backends.cpu.native import native_kernels, native_status
 from attnkit.backends.cpu.operands import NativeBatch, NativeCodes, NativeLayer
 from attnkit.contract import (
@@ -33,7 +32,7 @@ from attnkit.errors import BatchError
 from attnkit.kvcache.formats import LATENT_FORMATS
 from attnkit.mla.builder import MLAMetadataBuilder
 from attnkit.mla.layer import LatentLayer, format_refusal
-from attnkit.mla.plan import ContextChunk, MLAMetadata, PrefillPart
+from attnkit.mla.plan import MLAMetadata
 from attnkit.mla.prefill import attend_prefill, read_latents
 
 
@@ -45,7 +44,7 @@ class CpuMLAMetadata(MLAMetadata):
         """The decodes, over pages of the cache."""
         plan = self.decode
         assert plan is not None, "a batch without decodes has no rows to serve"
-        return _pack(plan.query_start_loc, plan.seq_lens, plan.block_table, causal=True)
+        return pack(plan.query_start_loc, plan.seq_lens, plan.block_table, causal=True)
 
 
 class CpuMLAMetadataBuilder(MLAMetadataBuilder):
@@ -157,7 +156,7 @@ class CpuMLAImpl(MLAAttentionImpl[CpuMLAMetadata]):
         self._variant = AttentionVariant.from_impl_args(num_heads=num_heads, scale=scale)
         self._kernels = native_kernels()
         self._absorbed = NativeLayer.pack(self._variant, num_heads, 1, head_size, kv_lora_rank)
-        self._dense = _Dense(self._kernels, self._variant, num_heads, qk_head_dim, v_head_dim)
+        self.prefill_backend = CpuMLAPrefill(num_heads, scale, self.layer.dimensions)
 
     def do_kv_cache_update(
         self,
@@ -184,7 +183,7 @@ class CpuMLAImpl(MLAAttentionImpl[CpuMLAMetadata]):
             codes = self._codes(k_scale, split=True)
             if codes is None:
                 key, value = key.to(kv_cache.dtype), value.to(kv_cache.dtype)
-            self._kernels.write_kv(_dense_rows(key), _dense_rows(value), pages, codes, slots)
+            self._kernels.write_kv(dense_rows(key), dense_rows(value), pages, codes, slots)
             return
         lowest, highest = (int(x) for x in slots.aminmax())
         num_slots = kv_cache.shape[0] * kv_cache.shape[1]
@@ -202,7 +201,7 @@ class CpuMLAImpl(MLAAttentionImpl[CpuMLAMetadata]):
         attn_metadata: CpuMLAMetadata,
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        query = _dense_rows(torch.cat(q, dim=-1) if isinstance(q, tuple) else q)
+        query = dense_rows(torch.cat(q, dim=-1) if isinstance(q, tuple) else q)
         cache, rank = kv_c_and_k_pe_cache, self.layer.dimensions.kv_lora_rank
         _check_rows(cache)
         plan = attn_metadata.decode
@@ -245,7 +244,7 @@ class CpuMLAImpl(MLAAttentionImpl[CpuMLAMetadata]):
             attn_metadata,
             self.layer,
             k_scale,
-            self._dense,
+            self.prefill_backend,
             output,
         )
         return lse if self.need_to_return_lse_for_decode else None
@@ -272,7 +271,7 @@ class CpuMLAImpl(MLAAttentionImpl[CpuMLAMetadata]):
         assert plan is not None
         starts, kv_lens = plan.query_start_loc.tolist(), plan.seq_lens.tolist()
         requests = [
-            _request(
+            request_of(
                 starts[i],
                 starts[i + 1] - starts[i],
                 kv_lens[i],
@@ -283,96 +282,6 @@ class CpuMLAImpl(MLAAttentionImpl[CpuMLAMetadata]):
             if starts[i + 1] > starts[i]
         ]
         attend(query, requests, 1, self._variant, output, lse)
-
-
-class _Dense:
-    """Dense attention over expanded heads, for prefills."""
-
-    def __init__(
-        self,
-        kernels: NativeKernels | None,
-        variant: AttentionVariant,
-        num_heads: int,
-        head_size: int,
-        head_size_v: int,
-    ) -> None:
-        self._kernels, self._variant, self._num_heads = kernels, variant, num_heads
-        self._layer = NativeLayer.pack(variant, num_heads, num_heads, head_size, head_size_v)
-
-    def own_tokens(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        plan: PrefillPart,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        if self._kernels is not None:
-            batch = _pack(plan.query_start_loc, plan.query_start_loc[1:], None, causal=True)
-            query = _dense_rows(query)
-            self._kernels.attend_tokens(batch, self._layer, query, key, value, output, lse)
-            return
-        starts = plan.query_start_loc.tolist()
-        requests = [
-            _request(
-                start,
-                end - start,
-                end - start,
-                _Tokens(key[start:end], value[start:end]),
-                causal=True,
-            )
-            for start, end in itertools.pairwise(starts)
-            if end > start
-        ]
-        attend(query, requests, self._num_heads, self._variant, output, lse)
-
-    def context(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        chunk: ContextChunk,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        if self._kernels is not None:
-            batch = _pack(chunk.query_start_loc, chunk.kv_lens, chunk.block_table, causal=False)
-            self._kernels.attend_pages(
-                batch,
-                self._layer,
-                _dense_rows(query),
-                key.transpose(1, 2),
-                value.transpose(1, 2),
-                None,
-                output,
-                lse,
-            )
-            return
-        starts = chunk.query_start_loc.tolist()
-        requests = []
-        for i, kv_len in enumerate(chunk.kv_lens.tolist()):
-            pages = chunk.block_table[i, : -(-kv_len // key.shape[1])]
-            read = _Tokens(*(x.index_select(0, pages).flatten(0, 1)[:kv_len] for x in (key, value)))
-            if starts[i + 1] > starts[i]:
-                requests.append(
-                    _request(starts[i], starts[i + 1] - starts[i], kv_len, read, causal=False)
-                )
-        attend(query, requests, self._num_heads, self._variant, output, lse)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """Keys and values in order, (tokens, num_heads, size) each."""
-
-    key: torch.Tensor
-    value: torch.Tensor
-
-    def __call__(
-        self, start: int, end: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        key, value = self.key[start:end].to(dtype), self.value[start:end].to(dtype)
-        return key.transpose(0, 1), value.transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,35 +310,6 @@ class _Latents:
         return rows, rows[..., : self.layer.dimensions.kv_lora_rank]
 
 
-def _pack(
-    query_start_loc: torch.Tensor,
-    kv_lens: torch.Tensor,
-    block_table: torch.Tensor | None,
-    *,
-    causal: bool,
-) -> NativeBatch:
-    """Requests that have tokens, for the kernels; without a block table `kv_lens` is not read."""
-    starts = query_start_loc.contiguous()
-    served = torch.nonzero(starts.diff())[:, 0].to(torch.int32)
-    if block_table is not None and block_table.stride(1) != 1:
-        block_table = block_table.contiguous()
-    flags = torch.full((starts.shape[0] - 1,), causal)
-    return NativeBatch.pack(served, starts, kv_lens.contiguous(), flags, block_table)
-
-
-def _request(start: int, q_len: int, kv_len: int, read: Any, *, causal: bool) -> Request:
-    return Request(
-        start=start,
-        q_len=q_len,
-        kv_len=kv_len,
-        causal=causal,
-        window=None,
-        spans=None,
-        prefix=0,
-        read=read,
-    )
-
-
 def _check_rows(cache: torch.Tensor) -> None:
     """Refuse a cache whose rows are not dense: the kernels take every stride but that one."""
     if cache.stride(2) != 1:
@@ -437,8 +317,3 @@ def _check_rows(cache: torch.Tensor) -> None:
             f"kv_cache has stride {cache.stride(2)} in its last dimension; give a cache whose rows are "
             "dense (stride 1)"
         )
-
-
-def _dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """`x` with a dense last dimension."""
-    return x if x.stride(2) == 1 else x.contiguous()

@@ -15,14 +15,14 @@ import torch
 from attnkit.backends.triton.backend import TritonBackend
 from attnkit.backends.triton.configs import mla_decode_config
 from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages
-from attnkit.backends.triton.operands import Operands, Parts
+from attnkit.backends.triton.mla_prefill import TritonMLAPrefill, rows_of
+from attnkit.backends.triton.operands import Parts
 from attnkit.backends.triton.plan import Workspace, longest_to_mean
 from attnkit.backends.triton.stored import Stored
 from attnkit.contract import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionLayer,
-    AttentionVariant,
     CommonAttentionMetadata,
     DeviceCapability,
     KVCacheSpec,
@@ -32,7 +32,7 @@ from attnkit.contract import (
 from attnkit.kvcache.formats import LATENT_FORMATS
 from attnkit.mla.builder import MLAMetadataBuilder
 from attnkit.mla.layer import LatentLayer, format_refusal
-from attnkit.mla.plan import ContextChunk, MLAMetadata, PrefillPart
+from attnkit.mla.plan import MLAMetadata
 from attnkit.mla.prefill import attend_prefill
 
 _MAX_PARTS = 1 << 27
@@ -187,7 +187,7 @@ class TritonMLAImpl(MLAAttentionImpl[TritonMLAMetadata]):
             v_head_dim=v_head_dim,
             kv_b_proj=kv_b_proj,
         )
-        self._dense = _Dense(AttentionVariant.from_impl_args(num_heads=num_heads, scale=scale))
+        self.prefill_backend = TritonMLAPrefill(num_heads, scale, self.layer.dimensions)
 
     def do_kv_cache_update(
         self,
@@ -206,7 +206,7 @@ class TritonMLAImpl(MLAAttentionImpl[TritonMLAMetadata]):
         d, slots = self.layer.dimensions, slot_mapping.flatten()
         if self.layer.is_tiled:
             pages = self._pages(kv_cache, k_scale)
-            mla_launch.launch_tiled_write(_rows(kv_c_normed), _rows(k_pe[:, 0]), pages, slots)
+            mla_launch.launch_tiled_write(rows_of(kv_c_normed), rows_of(k_pe[:, 0]), pages, slots)
             return
         stored = Stored.of(
             kv_cache[:, None],
@@ -217,7 +217,7 @@ class TritonMLAImpl(MLAAttentionImpl[TritonMLAMetadata]):
             k_scale,
             has_e4m3=launch.gpu_of(kv_cache.device).has_e4m3,
         )
-        launch.launch_write(_rows(kv_c_normed)[:, None], _rows(k_pe), stored, slots)
+        launch.launch_write(rows_of(kv_c_normed)[:, None], rows_of(k_pe), stored, slots)
 
     def forward_mqa(
         self,
@@ -229,7 +229,7 @@ class TritonMLAImpl(MLAAttentionImpl[TritonMLAMetadata]):
         # Here, so that the class can be asked questions where Triton is not installed.
         from attnkit.backends.triton import launch, mla_launch
 
-        query = _rows(torch.cat(q, dim=-1) if isinstance(q, tuple) else q)
+        query = rows_of(torch.cat(q, dim=-1) if isinstance(q, tuple) else q)
         plan = attn_metadata.decode
         assert plan is not None, "a batch without decodes has no rows to serve"
         d, scale = self.layer.dimensions, self.scale
@@ -304,7 +304,7 @@ class TritonMLAImpl(MLAAttentionImpl[TritonMLAMetadata]):
             attn_metadata,
             self.layer,
             k_scale,
-            self._dense,
+            self.prefill_backend,
             output,
         )
         return lse if self.need_to_return_lse_for_decode else None
@@ -320,65 +320,3 @@ class TritonMLAImpl(MLAAttentionImpl[TritonMLAMetadata]):
             k_scale,
             has_e4m3=launch.gpu_of(cache.device).has_e4m3,
         )
-
-
-class _Dense:
-    """The dense attention kernel over expanded heads, for prefills."""
-
-    def __init__(self, variant: AttentionVariant) -> None:
-        self._variant = variant
-
-    def own_tokens(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        plan: PrefillPart,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        self._attend(
-            Operands(
-                query=_rows(query),
-                stored=Stored(key=key, value=value),
-                output=output,
-                lse=lse,
-                query_start_loc=plan.query_start_loc,
-                # Not read: the keys are the request's own tokens.
-                kv_lens=plan.query_start_loc[1:],
-                block_table=None,
-                causal=True,
-            )
-        )
-
-    def context(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        chunk: ContextChunk,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        self._attend(
-            Operands(
-                query=_rows(query),
-                stored=Stored(key=key.transpose(1, 2), value=value.transpose(1, 2)),
-                output=output,
-                lse=lse,
-                query_start_loc=chunk.query_start_loc,
-                kv_lens=chunk.kv_lens,
-                block_table=chunk.block_table,
-                causal=False,
-            )
-        )
-
-    def _attend(self, operands: Operands) -> None:
-        from attnkit.backends.triton import launch
-
-        launch.launch_attention(operands, self._variant)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """`x`, copied if the elements of a row do not lie side by side."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

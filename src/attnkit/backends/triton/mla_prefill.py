@@ -1,0 +1,99 @@
+"""TritonMLAPrefill: prefills of layers over latents in the dense attention kernel.
+
+In: as `MLAPrefillBackend`. Out: attention. Host code.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attnkit.backends.triton.backend import TritonBackend
+from attnkit.backends.triton.operands import Operands
+from attnkit.backends.triton.stored import Stored
+from attnkit.contract import AttentionVariant, DeviceCapability, MLADimensions
+from attnkit.mla.plan import ContextChunk, PrefillPart
+from attnkit.mla.prefill_backend import MLAPrefillBackend
+
+
+class TritonMLAPrefill(MLAPrefillBackend):
+    """On any GPU that Triton compiles for, or in its interpreter."""
+
+    def __init__(self, num_heads: int, scale: float, dimensions: MLADimensions) -> None:
+        super().__init__(num_heads, scale, dimensions)
+        self._variant = AttentionVariant.from_impl_args(num_heads=num_heads, scale=scale)
+
+    @staticmethod
+    def get_name() -> str:
+        return "triton"
+
+    @classmethod
+    def is_available(cls) -> str | None:
+        return TritonBackend.is_available()
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return TritonBackend.supports_compute_capability(capability)
+
+    @classmethod
+    def supports_dimensions(cls, dimensions: MLADimensions) -> str | None:
+        sizes = (dimensions.qk_head_dim, dimensions.v_head_dim)
+        if any(size % 8 or size > 512 for size in sizes):
+            return (
+                f"heads of {sizes[0]} / {sizes[1]} are not supported (multiples of 8 up to 512 are)"
+            )
+        return None
+
+    def run_prefill_new_tokens(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: PrefillPart,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        self._attend(
+            Operands(
+                query=rows_of(query),
+                stored=Stored(key=key, value=value),
+                output=output,
+                lse=lse,
+                query_start_loc=plan.query_start_loc,
+                # Not read: the keys are the request's own tokens.
+                kv_lens=plan.query_start_loc[1:],
+                block_table=None,
+                causal=True,
+            )
+        )
+
+    def run_prefill_context_chunk(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        chunk: ContextChunk,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        self._attend(
+            Operands(
+                query=rows_of(query),
+                stored=Stored(key=key.transpose(1, 2), value=value.transpose(1, 2)),
+                output=output,
+                lse=lse,
+                query_start_loc=chunk.query_start_loc,
+                kv_lens=chunk.kv_lens,
+                block_table=chunk.block_table,
+                causal=False,
+            )
+        )
+
+    def _attend(self, operands: Operands) -> None:
+        from attnkit.backends.triton import launch
+
+        launch.launch_attention(operands, self._variant)
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """`x`, copied if the elements of a row do not lie side by side."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

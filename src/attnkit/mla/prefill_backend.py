@@ -1,0 +1,112 @@
+"""MLAPrefillBackend: who attends for the prefills of a layer over latents.
+
+In: queries of some requests, and keys and values expanded per head. Out: attention and its LSE. This is
+dense attention with as many KV heads as query heads, so it is a choice of its own: a layer whose decodes
+run on one backend may prefill on another. `prefill_selection` makes the choice.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from attnkit.contract import DeviceCapability, MLADimensions
+from attnkit.mla.plan import ContextChunk, PrefillPart
+
+
+class MLAPrefillBackend(ABC):
+    """Attention of one layer's prefills.
+
+    Both methods write all rows of `output` (num_tokens, num_heads, v_head_dim), in its dtype, zero where
+    a row sees no key, and of `lse`, float32 (num_tokens, num_heads), natural, -inf there.
+    """
+
+    def __init__(self, num_heads: int, scale: float, dimensions: MLADimensions) -> None:
+        """
+        Args:
+            num_heads: of queries, keys and values.
+            scale: factor on q.k.
+            dimensions: of the layer.
+        """
+        self.num_heads, self.scale, self.dimensions = num_heads, scale, dimensions
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str:
+        """What it is chosen by."""
+        ...
+
+    @classmethod
+    def is_available(cls) -> str | None:
+        """Why it cannot run on this machine; None if it can."""
+        return None
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return True
+
+    @classmethod
+    def supports_dtype(cls, dtype: torch.dtype) -> bool:
+        return dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+    @classmethod
+    def supports_dimensions(cls, dimensions: MLADimensions) -> str | None:
+        """Why it cannot take heads of these sizes; None if it can."""
+        return None
+
+    @classmethod
+    def validate_configuration(
+        cls,
+        device_capability: DeviceCapability | None,
+        dtype: torch.dtype,
+        dimensions: MLADimensions,
+        *,
+        here: bool = True,
+    ) -> tuple[str, ...]:
+        """Every reason why it cannot serve such a layer; empty if it can.
+
+        Args:
+            device_capability: None: do not ask.
+            dtype: of queries, keys and values.
+            dimensions: of the layer.
+            here: it must also be able to run on this machine.
+        """
+        reasons = []
+        if here and (absent := cls.is_available()) is not None:
+            reasons.append(absent)
+        if device_capability and not cls.supports_compute_capability(device_capability):
+            reasons.append(f"device {device_capability} is not supported")
+        if not cls.supports_dtype(dtype):
+            reasons.append(f"dtype {str(dtype).removeprefix('torch.')} is not supported")
+        if (reason := cls.supports_dimensions(dimensions)) is not None:
+            reasons.append(reason)
+        return tuple(reasons)
+
+    @abstractmethod
+    def run_prefill_new_tokens(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: PrefillPart,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Causal attention of each request's tokens to themselves; key and value (num_tokens,
+        num_heads, size), requests as in `plan.query_start_loc`."""
+        ...
+
+    @abstractmethod
+    def run_prefill_context_chunk(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        chunk: ContextChunk,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Attention to the first `chunk.kv_lens` tokens of each request's pages, no mask; key and
+        value (num_pages, block_size, num_heads, size). What lies past a length may be NaN."""
+        ...
