@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from test_graphs import generate
 from torch import nn
 
 from attnkit import LLM, MLAAttention, SamplingParams
+from attnkit.conformance.simulator import GraphSimulator
 from attnkit.contract import MLADimensions
 from attnkit.errors import BackendError, ModelError
 from attnkit.mla.projection import KvBProjection
@@ -132,3 +134,14 @@ def test_a_packed_projection_is_read_through_the_identity() -> None:
     linear = nn.Linear(48, 2 * 40, bias=False, dtype=torch.bfloat16).requires_grad_(False)
     read = KvBProjection(PackedLinear(linear), 2, sizes, torch.bfloat16, torch.device("cpu"))
     assert torch.equal(read.weight, linear.weight)
+
+
+def test_captured_decode_steps_over_latents_give_the_tokens_of_eager_ones() -> None:
+    pytest.importorskip("triton")
+    model = make_model("deepseek_v3", num_hidden_layers=1)
+    _, expected = generate(model, backend="cpu_mla")
+    recorder = GraphSimulator()
+    engine, tokens = generate(model, backend="triton_mla", recorder=recorder, graphs_required=True)
+    assert tokens == expected
+    assert engine.graphs is not None
+    assert set(engine.graphs.sizes) >= {1, 2, 4}
