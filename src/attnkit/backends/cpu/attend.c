@@ -9,10 +9,10 @@
  * of a query are rows of one small matrix). Its keys are cut at multiples of SPLIT_KEYS, so where a
  * cut lies, and with it every bit of the result, depends on the request alone and not on its batch
  * mates, its query length or the number of threads. Threads take portions of (unit, split) items
- * from one counter; the last to finish a unit merges its splits in order. A long query in bfloat16 goes
- * to the matrix unit where there is one (`matrix.h`): larger units, no splits, and bits of its own,
- * which likewise do not depend on where a prompt is cut. The threads are those torch already has: the
- * host passes the address of GOMP_parallel, so there is no second OpenMP runtime to fight with. */
+ * from one counter; the last to finish a unit merges its splits in order. Queries in bfloat16 that have
+ * enough rows go to the matrix unit where there is one (`matrix.h`), in larger units; there, bits do
+ * depend on whether a query has LEAST_MATRIX_ROWS, and, beyond the first split, on whether it has more
+ * than DIVIDED_ROWS, whose keys are not cut. The threads are those torch already has: the host passes the address of GOMP_parallel, so there is no second OpenMP runtime to fight with. */
 #include <stdlib.h>
 
 #include "matrix.h"
@@ -20,9 +20,11 @@
 
 #define AHEAD 4          /* tiles whose rows are known: the one at hand and those after it */
 #define MEMORY_PAGE 4096
-/* Up to so many rows of a KV head threads share a unit's splits. More are enough units for all threads,
- * and enough rows for the matrix unit to pay for what it wants packed. */
+/* Up to so many rows of a KV head threads share a unit's splits. More are enough units for all threads. */
 #define DIVIDED_ROWS 128
+/* From so many on they pay for what the matrix unit wants packed: with 8 vectors took 0.7 of its time,
+ * with 16 1.4, with 32 2.6, with 128 5 (32/8 heads of 128, 8000 keys, two Sapphire Rapids cores). */
+#define LEAST_MATRIX_ROWS 16
 
 /* Whether a row of a tree sees a key, as far as the tree is concerned. */
 INLINE int in_tree(const struct unit *u, int row, int64_t key) {
@@ -337,8 +339,8 @@ INLINE int64_t rows_of_request(const struct batch *b, const struct layer *l, int
 }
 
 /* Whether a request goes to the matrix unit, where a call uses it. Trees do not. */
-INLINE int is_long(const struct batch *b, const struct layer *l, int64_t req) {
-  return rows_of_request(b, l, req) > DIVIDED_ROWS && !tree_word(b, req, 0);
+INLINE int has_matrix_rows(const struct batch *b, const struct layer *l, int64_t req) {
+  return rows_of_request(b, l, req) >= LEAST_MATRIX_ROWS && !tree_word(b, req, 0);
 }
 
 /* An item is one split of a unit, whose last one to finish merges them and writes; or, where a
@@ -358,7 +360,7 @@ static void run_item(struct job *j, struct unit *u, int64_t item) {
   const int64_t chunks = num_units / l->num_kv_heads;
   u->req = b->served[at];
   u->kv_head = index / chunks;
-  u->by_matrices = j->matrix_rows && is_long(b, l, u->req);
+  u->by_matrices = j->matrix_rows && has_matrix_rows(b, l, u->req);
   u->first_row = index % chunks * (u->by_matrices ? j->matrix_rows : MAX_ROWS);
   u->acc_dtype = u->by_matrices ? BF16 : j->row_dtype;
   u->copies = u->by_matrices ? 1 : KEYS;
@@ -370,7 +372,7 @@ static void run_item(struct job *j, struct unit *u, int64_t item) {
   int64_t last = split;
   struct cuts cuts;
   float *parts = u->parts;
-  if (u->by_matrices) {
+  if (u->by_matrices && items_per_unit == 1) {
     sum_keys(j, u, 0, NO_LIMIT, all);
     finish_rows(j, u);
     return;
@@ -420,7 +422,7 @@ static int64_t matrix_rows(const struct batch *b, const struct layer *l, int64_t
   int64_t all = 0;
   for (int64_t i = 0; i < b->num_served; ++i) {
     const int64_t req = b->served[i];
-    if (is_long(b, l, req)) all += rows_of_request(b, l, req) * l->num_kv_heads;
+    if (has_matrix_rows(b, l, req)) all += rows_of_request(b, l, req) * l->num_kv_heads;
   }
   const int64_t share = (all + num_threads * 4 * MAX_ROWS - 1) / (num_threads * 4 * MAX_ROWS) * MAX_ROWS;
   return share < MATRIX_ROWS ? share : MATRIX_ROWS;
@@ -476,7 +478,7 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
   for (int64_t i = 0; i < n && status == OK; ++i) {
     const int64_t req = batch->served[i];
     const int64_t rows = rows_of_request(batch, layer, req);
-    const int by_matrices = j.matrix_rows && is_long(batch, layer, req);
+    const int by_matrices = j.matrix_rows && has_matrix_rows(batch, layer, req);
     const int64_t most = by_matrices ? j.matrix_rows : MAX_ROWS;
     const struct span keys = keys_of_request(batch, layer, req);
     const int64_t prefix = prefix_of(batch, layer, req);

@@ -107,8 +107,14 @@ INLINE uint16_t bf16_of(float exact) { return float_to_bits(exact) >> 16; }
 /* One vector of `size` codes, of a kind that is not float8. */
 INLINE void read_vector(const char *row, const int kind, int64_t size, uint16_t *restrict to) {
   const uint8_t *restrict from = (const uint8_t *)row;
-  if (kind == INT8)
-    for (int64_t i = 0; i < size; ++i) to[i] = bf16_of((int8_t)from[i]);
+  if (kind == INT8) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+      const vec_h h = narrow((vec_u)load_bytes(row + i) >> 16);
+      memcpy(to + i, &h, sizeof h);
+    }
+    for (; i < size; ++i) to[i] = bf16_of((int8_t)from[i]);
+  }
   else if (kind == INT4)
     for (int64_t i = 0; i < size / 2; ++i) {
       to[2 * i] = bf16_of((from[i] & 15) - 8);
@@ -125,7 +131,7 @@ INLINE void read_vector(const char *row, const int kind, int64_t size, uint16_t 
         vec_h h;
         memcpy(&h, to + i, sizeof h);
         const vec x = (vec)(__builtin_convertvector(h, vec_u) << 16) * scale;
-        h = __builtin_convertvector((vec_u)x >> 16, vec_h);
+        h = narrow((vec_u)x >> 16);
         memcpy(to + i, &h, sizeof h);
       }
     }

@@ -226,6 +226,15 @@ INLINE vec load_bytes(const char *p) {
 #endif
 }
 
+/* The low halves of lanes. */
+INLINE vec_h narrow(vec_u v) {
+#if defined(__AVX512F__)
+  return (vec_h)_mm512_cvtepi32_epi16((__m512i)v);
+#else
+  return __builtin_convertvector(v, vec_h);
+#endif
+}
+
 /* PIECE elements as two vectors: even and odd ones of bf16 (a shift and a mask, no shuffle), else
  * the first and the second half. */
 INLINE void load_pair(const char *p, const int dtype, vec *a, vec *b) {
