@@ -114,6 +114,7 @@ def test_two_layers_in_a_row(graph: str, backend: Any) -> None:
 @GRAPHS
 @pytest.mark.parametrize("backend", [ReferenceBackend, LayerWrites])
 def test_a_write_is_kept_although_nobody_uses_the_output(graph: str, backend: Any) -> None:
+    """BR-119: a cache update removed as dead code."""
     owner = _layer("owner", backend)
     reader = _layer("reader", backend, kv_sharing_target_layer_name="owner")
 
