@@ -23,10 +23,11 @@ from attnkit.errors import BatchError
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Plans and caches of a step, by layer name."""
+    """Plans and caches of a step, by layer name, and the positions of its tokens if it has told them."""
 
     attn_metadata: Mapping[str, Any]
     kv_caches: Mapping[str, torch.Tensor]
+    positions: torch.Tensor | None = None
 
     def plan_of(self, layer_name: str) -> Any | None:
         """The plan of a layer; None where the whole step, or this layer, is profiled.
@@ -49,7 +50,9 @@ _FORWARD_CONTEXT: ContextVar[ForwardContext | None] = ContextVar(
 
 @contextmanager
 def forward_context(
-    attn_metadata: Mapping[str, Any], kv_caches: Mapping[str, torch.Tensor]
+    attn_metadata: Mapping[str, Any],
+    kv_caches: Mapping[str, torch.Tensor],
+    positions: torch.Tensor | None = None,
 ) -> Iterator[None]:
     """Layers called inside without a cache and a plan take them from here, by their name.
 
@@ -57,8 +60,9 @@ def forward_context(
         attn_metadata: layer name -> plan. A layer whose plan is None is profiled (its output is
             zeros), and so are all of them if there are no plans.
         kv_caches: layer name -> cache; layers that share a cache find it under its owner's name.
+        positions: int (num_tokens,), for layers of the runner that scale queries by them.
     """
-    token = _FORWARD_CONTEXT.set(ForwardContext(attn_metadata, kv_caches))
+    token = _FORWARD_CONTEXT.set(ForwardContext(attn_metadata, kv_caches, positions))
     try:
         yield
     finally:

@@ -47,6 +47,7 @@ class PagedLayer(nn.Module):
         attn_type: an `AttentionType`.
         return_lse: the layer returns its log-sum-exp too.
         sliding_window: keys a query sees, itself included; None: no window.
+        attention_chunk_size: it sees those of its own chunk of positions alone; None: no chunks.
         use_mm_prefix: its batches may have `mm_req_doc_ranges`.
         use_rswa: its batches have `rswa_prefix_lens`.
         use_tree_mask: its batches may have a `tree_mask`.
@@ -66,6 +67,7 @@ class PagedLayer(nn.Module):
     _passes_output: bool = True
 
     sliding_window: int | None = None
+    attention_chunk_size: int | None = None
     use_mm_prefix: bool = False
     use_rswa: bool = False
     use_tree_mask: bool = False

@@ -46,6 +46,21 @@ def llama() -> Any:
     return tiny_models.make_model()
 
 
+def test_chunked_layers_run_where_the_model_was_enabled_and_are_refused_by_name_alone():
+    model = tiny_models.make_model("llama4_text")
+    prompt = IDS[1:2]  # without padding, which transformers counts into temperatures
+    settings = {**SETTINGS, "attention_mask": None}
+    greedy = model.generate(prompt, **settings)
+    bridge = attnkit.hf.enable(model, backend="cpu", block_size=4)
+    assert torch.equal(model.generate(prompt, **settings), greedy)
+    bridge.disable()
+    model.set_attn_implementation("attnkit")
+    with pytest.raises(ModelError, match="neither causal nor"):
+        model.generate(prompt, **settings)
+    with torch.no_grad(), pytest.raises(ModelError, match=r"sees chunks of 8 tokens.*enable"):
+        model(prompt[:, :8])
+
+
 @pytest.fixture
 def enabled(llama: Any) -> Any:
     bridge = attnkit.hf.enable(llama, backend="reference", block_size=4)

@@ -9,6 +9,7 @@ from attnkit.errors import BackendError, ModelError
 from attnkit.runner import hook
 from attnkit.runner.discovery import discover_layers
 from attnkit.runner.model import PackedModel
+from attnkit.runner.temperature import QueryTemperature
 
 transformers = pytest.importorskip("transformers")
 
@@ -133,6 +134,45 @@ def test_a_window_as_long_as_the_model_is_no_window():
     assert discover(tiny_model("mistral", sliding_window=MAX_LEN - 1)) == [window, window]
 
 
+LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 96, "no_rope_layers": [1, 0]}
+
+
+@pytest.mark.parametrize("size", [2, 5, 100, MAX_LEN - 1])
+def test_chunks_and_temperatures_are_those_of_the_configuration(size):
+    model = tiny_model("llama4_text", attention_chunk_size=size, floor_scale=3, **LLAMA4)
+    hook.register()
+    model.set_attn_implementation(hook.PROBE)
+    chunked, full = discover_layers(model, MAX_LEN)
+    assert (chunked.attention_chunk_size, full.attention_chunk_size) == (size, None)
+    assert chunked.sliding_window is None
+    assert chunked.temperature is None
+    assert full.temperature == QueryTemperature(scale=0.1, floor_scale=3)
+    assert full.module.attn_temperature_tuning is True  # as it was
+
+
+def test_chunks_as_long_as_the_model_are_none():
+    model = tiny_model("llama4_text", attention_chunk_size=MAX_LEN, **LLAMA4)
+    assert discover(model) == [PLAIN, PLAIN]
+
+
+@pytest.mark.parametrize(
+    "sees",
+    [
+        lambda q, k: (k <= q) | (k < 3),  # a prefix
+        lambda q, k: (k <= q) & ((q - k < 8) | (k < 2)),  # a window and the first tokens
+        lambda q, k: (k <= q) & (q - k < 8 + (q > 150)),  # a window that grows
+        lambda q, k: (k <= q) & (k // 8 >= q // 8 - 1),  # a chunk and the one before
+        lambda q, k: k < q,  # not itself
+    ],
+)
+def test_a_mask_of_another_kind_is_refused(sees):
+    mask = hook.tagged_mask(q_length=6, kv_length=6, mask_function=lambda b, h, q, k: sees(q, k))
+    model = tiny_model("llama")
+    model.model.layers[1].self_attn = Doctored(model.model.layers[1].self_attn, attention_mask=mask)
+    with pytest.raises(ModelError, match=r"layers\.1\.self_attn.*neither causal nor"):
+        discover(model)
+
+
 def test_probing_leaves_no_trace_in_the_model():
     model = tiny_model("llama")
     ids = torch.arange(20, 30)[None]
@@ -152,11 +192,6 @@ def test_probing_leaves_no_trace_in_the_model():
         ("diffllama", {}, r"DiffLlamaForCausalLM: .* more than once"),
         ("qwen3_next", {"num_hidden_layers": 4}, "Qwen3NextForCausalLM.*leak"),
         ("minimax", {}, "MiniMaxForCausalLM.*leak"),
-        (
-            "llama4_text",
-            {"attention_chunk_size": 16, "num_local_experts": 4, "intermediate_size_mlp": 96},
-            "Llama4ForCausalLM.*chunked",
-        ),
     ],
 )
 def test_a_model_that_cannot_be_packed_is_refused_by_name(family, changes, message):

@@ -42,6 +42,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "granite": {},
     "mixtral": {"num_local_experts": 4},
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "attention_chunk_size": 8,
+        "floor_scale": 5,  # queries of the fourth layer, which has no rotary positions, grow with theirs
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 96,
+    },
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "head_dim": 8,

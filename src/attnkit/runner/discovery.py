@@ -8,7 +8,6 @@ A model that fails is refused with its class, the layer and the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +17,8 @@ from torch import nn
 from attnkit.errors import ModelError
 from attnkit.runner import hook
 from attnkit.runner.latents import Expansion, LatentFacts, latent_facts, recording_expansions
+from attnkit.runner.reach import Mask, Reach, reach_of_causal_mask, reach_of_open_mask
+from attnkit.runner.temperature import QueryTemperature, left_to_us
 
 # Keyword arguments of an attention call that cannot change its result here: facts read by name,
 # bookkeeping of transformers, and offsets that only its own varlen kernels read.
@@ -41,10 +42,13 @@ class LayerFacts:
         module: the attention module.
         scale: factor on q.k.
         sliding_window: keys a query sees, itself included; None: all.
+        attention_chunk_size: it sees those of its own chunk of positions alone; None: no chunks.
         logits_soft_cap: None: no cap.
         sinks: (num_heads,) or None.
         dtype: of queries, which need not be that of the weights (they may be quantised).
         latent: its keys and values are expanded latents, which it may keep instead; None: no.
+        temperature: what queries are scaled with by their position, which the layer must do in the
+            module's place; None: nothing.
     """
 
     name: str
@@ -55,10 +59,12 @@ class LayerFacts:
     head_size_v: int
     scale: float
     sliding_window: int | None
+    attention_chunk_size: int | None
     logits_soft_cap: float | None
     sinks: torch.Tensor | None
     dtype: torch.dtype
     latent: LatentFacts | None = None
+    temperature: QueryTemperature | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,18 +127,19 @@ def discover_layers(
     vocab_size = _embedding_rows(model)
     ids = torch.arange(_NUM_PROBE_TOKENS, device=device) * 7 % vocab_size
     positions = torch.arange(_NUM_PROBE_TOKENS, device=device)
-    with recording_expansions(model) as expansions:
-        first, first_output = _probe(model, ids, positions)
+    order = torch.tensor([3, 0, 5, 2, 4, 1], device=device)
+    changed = 2  # a row of the shuffled batch
+    shuffled = ids[order]
+    shuffled[changed] = (shuffled[changed] + 1) % vocab_size
+    with left_to_us(model) as temperatures:
+        with recording_expansions(model) as expansions:
+            first, first_output = _probe(model, ids, positions)
+        second, second_output = _probe(model, shuffled, positions[order])
     if not first:
         raise ModelError(
             f"{kind} does not call transformers' attention interface, so attnkit cannot take its "
             "attention over; use a model whose class supports attn_implementation by name"
         )
-    order = torch.tensor([3, 0, 5, 2, 4, 1], device=device)
-    changed = 2  # a row of the shuffled batch
-    shuffled = ids[order]
-    shuffled[changed] = (shuffled[changed] + 1) % vocab_size
-    second, second_output = _probe(model, shuffled, positions[order])
     kept = torch.tensor([r for r in range(_NUM_PROBE_TOKENS) if r != changed], device=device)
     _check_tokens_are_independent(kind, first, second, order, kept)
     _check_rows(kind, "the output", first_output[order], second_output, kept)
@@ -140,7 +147,7 @@ def discover_layers(
     names = {module: name for name, module in model.named_modules()}
     facts = []
     seen: set[nn.Module] = set()
-    windows: dict[int, int | None] = {}  # by mask: layers share a few
+    reaches: dict[int, Reach] = {}  # by mask: layers share a few
     for call in first:
         name = names[call.module]
         if call.module in seen:
@@ -149,16 +156,19 @@ def discover_layers(
                 "does not support; use another model"
             )
         seen.add(call.module)
-        fact = layer_facts(kind, name, call, max_model_len, windows, encoder=encoder)
-        facts.append(replace(fact, latent=_latent(fact, call, expansions)))
+        fact = layer_facts(kind, name, call, max_model_len, reaches, encoder=encoder)
+        latent = _latent(fact, call, expansions)
+        facts.append(replace(fact, latent=latent, temperature=temperatures.get(call.module)))
     return tuple(facts)
 
 
 def _latent(
     fact: LayerFacts, call: AttentionCall, expansions: dict[nn.Module, Expansion]
 ) -> LatentFacts | None:
-    """Layers over latents have no window, cap or sinks."""
-    if fact.sliding_window or fact.logits_soft_cap or fact.sinks is not None:
+    """Layers over latents have no window, chunks, cap or sinks."""
+    if fact.sliding_window or fact.attention_chunk_size or fact.logits_soft_cap:
+        return None
+    if fact.sinks is not None:
         return None
     return latent_facts(call.module, expansions.get(call.module), call.key, call.value)
 
@@ -222,7 +232,7 @@ def layer_facts(
     name: str,
     call: AttentionCall,
     max_model_len: int,
-    windows: dict[int, int | None],
+    reaches: dict[int, Reach],
     *,
     encoder: bool = False,
 ) -> LayerFacts:
@@ -233,7 +243,7 @@ def layer_facts(
         name: the module's path in it, for errors.
         call: the layer's first.
         max_model_len: masks are read up to this position.
-        windows: by the id of a mask, what has been read of it; grows.
+        reaches: by the id of a mask, what has been read of it; grows.
         encoder: it must see both directions.
 
     Raises:
@@ -267,7 +277,7 @@ def layer_facts(
             f"{where} passes {', '.join(unknown)} to its attention function, whose effect attnkit does "
             "not know; use another model"
         )
-    window = _window(where, call, max_model_len, windows, encoder)
+    reach = _reach(where, call, max_model_len, reaches, encoder)
     scale = options.get("scaling")
     num_heads, head_size = call.query.shape[1], call.query.shape[3]
     sinks = options.get("s_aux")
@@ -279,22 +289,23 @@ def layer_facts(
         head_size=head_size,
         head_size_v=call.value.shape[3],
         scale=float(scale) if scale is not None else head_size**-0.5,
-        sliding_window=window,
+        sliding_window=reach.window,
+        attention_chunk_size=reach.chunk_size,
         logits_soft_cap=options.get("softcap") or None,
         sinks=None if sinks is None else sinks.detach(),
         dtype=call.query.dtype,
     )
 
 
-def _window(
+def _reach(
     where: str,
     call: AttentionCall,
     max_model_len: int,
-    windows: dict[int, int | None],
+    reaches: dict[int, Reach],
     encoder: bool,
-) -> int | None:
-    """The window that the model's own mask function describes; beside it the mask must be causal, or in
-    an encoder see both directions alike.
+) -> Reach:
+    """What the model's own mask function describes: a causal mask, a window or chunks of it, or in an
+    encoder both directions alike.
 
     The mask is what transformers' eager attention obeys. `sliding_window` in the call is what its
     flash kernels obey. Where they differ transformers contradicts itself, and the layer is refused.
@@ -306,83 +317,15 @@ def _window(
             "what it may see; use another model"
         )
     key = id(call.mask)
-    if key not in windows:
-        read = _reach_of_mask if encoder else _window_of_mask
-        windows[key] = read(where, mask_function, max_model_len)
-    window = windows[key]
+    if key not in reaches:
+        mask = Mask(where, mask_function, max_model_len, call.query.device)
+        reaches[key] = reach_of_open_mask(mask) if encoder else reach_of_causal_mask(mask)
+    reach = reaches[key]
     said = call.options.get("sliding_window")
     said = None if said is None or said >= max_model_len else int(said)
-    if said != window:
+    if said != reach.window:
         raise ModelError(
-            f"{where} asks for sliding_window={said} but its mask shows {window}; attnkit cannot tell "
-            "which is meant: use another model"
+            f"{where} asks for sliding_window={said} but its mask shows {reach.window}; attnkit cannot "
+            "tell which is meant: use another model"
         )
-    return window
-
-
-def _reach_of_mask(
-    where: str, mask_function: Callable[..., torch.Tensor], max_model_len: int
-) -> int | None:
-    """For an encoder: W where a query sees keys at a distance below W on both sides; None: all."""
-    middle = max_model_len // 2
-    seen = {
-        q: _visible(where, mask_function, q, max_model_len) for q in (0, middle, max_model_len - 1)
-    }
-    reach = int(seen[0].sum())
-    keys = torch.arange(max_model_len)
-    for query, visible in seen.items():
-        if not bool((visible == ((keys - query).abs() < reach)).all()):
-            raise ModelError(
-                f"{where} has a mask that is neither open nor a window of one width on both sides (the "
-                f"query at position {query} sees keys {_ranges(visible)}); attnkit does not support it: "
-                "use another model"
-            )
-    return None if reach == max_model_len else reach
-
-
-def _visible(
-    where: str, mask_function: Callable[..., torch.Tensor], query: int, max_model_len: int
-) -> torch.Tensor:
-    """bool (max_model_len,): the keys that the query at a position sees."""
-    zero = torch.zeros((), dtype=torch.long)
-    keys = torch.arange(max_model_len)
-    try:
-        return mask_function(zero, zero, torch.tensor(query), keys).expand(max_model_len)
-    except (IndexError, RuntimeError) as error:
-        raise ModelError(
-            f"{where} has a mask that depends on more than positions ({error}); attnkit's runner "
-            "does not support it: use another model"
-        ) from error
-
-
-def _window_of_mask(
-    where: str, mask_function: Callable[..., torch.Tensor], max_model_len: int
-) -> int | None:
-    powers = [1 << n for n in range(max_model_len.bit_length())]
-    queries = {max_model_len - 1, *(p + d for p in powers for d in (-1, 0, 1))}
-    widths = {}
-    for query in sorted(q for q in queries if q < max_model_len):
-        visible = _visible(where, mask_function, query, max_model_len)
-        width = int(visible.sum())
-        widths[query] = width
-        if width == 0 or not bool(visible[query + 1 - width : query + 1].all()):
-            raise ModelError(
-                f"{where} has a mask that is neither causal nor a causal sliding window (the query at "
-                f"position {query} sees keys {_ranges(visible)}); attnkit's runner does not support it: "
-                "use another model"
-            )
-    window = max(widths.values())
-    if any(width != min(query + 1, window) for query, width in widths.items()):
-        sample = {q: w for q, w in widths.items() if w != min(q + 1, window)}
-        query, width = next(iter(sample.items()))
-        raise ModelError(
-            f"{where} has a mask whose reach is not constant (the query at position {query} sees "
-            f"{width} keys, others {window}: chunked local attention); attnkit's runner does not "
-            "support it: use another model"
-        )
-    return None if window == max_model_len else window
-
-
-def _ranges(visible: torch.Tensor) -> str:
-    seen = visible.nonzero().flatten().tolist()
-    return f"{seen[0]}..{seen[-1]} ({len(seen)} of them)" if seen else "none"
+    return reach

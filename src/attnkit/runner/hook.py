@@ -23,6 +23,7 @@ from attnkit.layer import Attention
 from attnkit.mla_layer import MLAAttention
 from attnkit.paged_layer import PagedLayer
 from attnkit.runner.latents import expand_again, keep_latents
+from attnkit.runner.temperature import QueryTemperature, leave_to_us, take_back
 
 RUN = "attnkit_paged"
 PROBE = "attnkit_probe"
@@ -39,7 +40,20 @@ class _InSteps(PagedLayer):
 
 
 class ModelLayer(_InSteps, Attention):
-    """One that keeps keys and values."""
+    """One that keeps keys and values.
+
+    Attributes:
+        temperature: put on queries, which the module then leaves out; None: nothing.
+    """
+
+    temperature: QueryTemperature | None = None
+
+    def _run(self, query: torch.Tensor, *others: Any) -> None:
+        context = current_forward_context()
+        if self.temperature is not None and context is not None:
+            assert context.positions is not None, "steps of models with temperatures tell positions"
+            query = self.temperature.apply(query, context.positions)
+        super()._run(query, *others)
 
 
 class ModelLatentLayer(_InSteps, MLAAttention):
@@ -96,12 +110,16 @@ def attach(module: nn.Module, layer: ModelLayer | ModelLatentLayer) -> None:
     object.__setattr__(module, _LAYER, layer)
     if isinstance(layer, ModelLatentLayer):
         keep_latents(module)
+    elif layer.temperature is not None:
+        leave_to_us(module)
 
 
 def detach(module: nn.Module) -> None:
     """Undo `attach`; nothing happens where nothing was attached."""
-    module.__dict__.pop(_LAYER, None)
+    layer = module.__dict__.pop(_LAYER, None)
     expand_again(module)
+    if isinstance(layer, ModelLayer) and layer.temperature is not None:
+        take_back(module)
 
 
 def run_attention(

@@ -238,7 +238,7 @@ class PackedModel:
             options["logits_to_keep"] = logits_indices
         with (
             torch.inference_mode(),
-            forward_context(plans, cache.by_layer),
+            forward_context(plans, cache.by_layer, positions),
             self._compiling(),
         ):
             logits = self.model(
@@ -275,12 +275,13 @@ class PackedModel:
                 use_kv_connector=self._use_kv_connector,
                 vllm_config=config,
             )
-        return hook.ModelLayer(
+        layer = hook.ModelLayer(
             fact.num_heads,
             fact.head_size,
             fact.scale,
             fact.num_kv_heads,
             sliding_window=fact.sliding_window,
+            attention_chunk_size=fact.attention_chunk_size,
             logits_soft_cap=fact.logits_soft_cap,
             sinks=fact.sinks,
             head_size_v=fact.head_size_v,
@@ -292,6 +293,8 @@ class PackedModel:
             use_kv_connector=self._use_kv_connector,
             vllm_config=config,
         )
+        layer.temperature = fact.temperature
+        return layer
 
 
 class StepPlanner:
@@ -426,4 +429,5 @@ def plan_key(layer: PagedLayer) -> tuple[Any, ...]:
         layer.head_size,
         layer.head_size_v,
         layer.sliding_window,
+        layer.attention_chunk_size,
     )

@@ -127,9 +127,10 @@ class Bridge:
                 f"{who} was given position_ids that start anew within a row, as packed sequences do; "
                 "give each sequence a row of its own"
             )
-        plans = self._planner.plan(pages.begin(num_new, padding))
+        batches = pages.begin(num_new, padding)
+        plans = self._planner.plan(batches)
         assert pages.cache is not None
-        context = forward_context(plans, pages.cache.by_layer)
+        context = forward_context(plans, pages.cache.by_layer, batches[0].positions)
         as_tuple = given.get("return_dict") is False
         given.update(position_ids=positions, use_cache=False, return_dict=True)
         context.__enter__()

@@ -216,6 +216,11 @@ def _make_layer(call: AttentionCall) -> Attention:
     kind = type(call.module).__name__
     longest = max_model_len_of(call.module, None)
     fact = layer_facts(kind, f"layer {getattr(call.module, 'layer_idx', '?')}", call, longest, {})
+    if fact.attention_chunk_size is not None:
+        raise ModelError(
+            f"{fact.name} of {kind} sees chunks of {fact.attention_chunk_size} tokens, which attnkit "
+            "does not do under this name; use attnkit.hf.enable, or another attn_implementation"
+        )
     settings: dict[str, Any] = {
         "num_kv_heads": fact.num_kv_heads,
         "sliding_window": fact.sliding_window,
