@@ -29,6 +29,7 @@ import torch
 from attnkit.backends.hopper import launch, tuning
 from attnkit.backends.hopper.config import PrefillConfig
 from attnkit.backends.hopper.plan import Geometry, HopperMetadataBuilder, Plan
+from attnkit.backends.stored import Stored
 from attnkit.bench import timing
 from attnkit.contract import (
     AttentionVariant,
@@ -49,6 +50,7 @@ class Batch:
         queries, keys: per request.
         layout: "HND" and "NHD" keep K and V of a token side by side, "split" apart as vLLM's did.
         causal: of all, or per request.
+        coded: pages hold float8 codes, with a scale for each KV head.
     """
 
     queries: tuple[int, ...]
@@ -65,6 +67,7 @@ class Batch:
     alibi: int = 0
     sinks: bool = False
     scale: float | None = None
+    coded: bool = False
 
     @property
     def variant(self) -> AttentionVariant:
@@ -88,6 +91,7 @@ class Batch:
             head_size=self.head_size,
             page_size=self.page_size,
             window=self.window,
+            coded=self.coded,
         )
 
 
@@ -101,6 +105,8 @@ class Tensors:
     output: torch.Tensor
     lse: torch.Tensor
     batch: CommonAttentionMetadata
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
 
     @property
     def operands(self) -> launch.Operands:
@@ -111,7 +117,30 @@ class Tensors:
             output=self.output,
             lse=self.lse,
             block_table=self.batch.block_table_tensor,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
         )
+
+    @property
+    def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in float64."""
+        if self.k_scale is None or self.v_scale is None:
+            return self.key.double(), self.value.double()
+        return tuple(
+            x.view(torch.float8_e4m3fn).double() * scale[:, None, None]
+            for x, scale in ((self.key, self.k_scale), (self.value, self.v_scale))
+        )
+
+
+def views_of(pool: torch.Tensor, b: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values (pages, heads, tokens, size) of a pool in one of the layouts."""
+    if b.layout == "split":
+        key, value = (x.transpose(1, 2) for x in pool.unbind(1))
+    elif b.layout == "NHD":
+        key, value = pool.transpose(1, 2).split(b.head_size, dim=-1)
+    else:
+        key, value = pool.split(b.head_size, dim=-1)
+    return key, value
 
 
 def make(b: Batch, *, poison: bool, seed: int = 0) -> Tensors:
@@ -120,15 +149,13 @@ def make(b: Batch, *, poison: bool, seed: int = 0) -> Tensors:
     pages = [-(-n // b.page_size) for n in b.keys]
     total = sum(pages) + 5
     heads, size, page = b.num_kv_heads, b.head_size, b.page_size
-    if b.layout == "split":
-        pool = torch.randn(total, 2, page, heads, size, device=DEVICE, dtype=b.dtype)
-        key, value = (x.transpose(1, 2) for x in pool.unbind(1))
-    elif b.layout == "NHD":
-        pool = torch.randn(total, page, heads, 2 * size, device=DEVICE, dtype=b.dtype)
-        key, value = pool.transpose(1, 2).split(size, dim=-1)
-    else:
-        pool = torch.randn(total, heads, page, 2 * size, device=DEVICE, dtype=b.dtype)
-        key, value = pool.split(size, dim=-1)
+    shapes = {
+        "split": (total, 2, page, heads, size),
+        "NHD": (total, page, heads, 2 * size),
+        "HND": (total, heads, page, 2 * size),
+    }
+    pool = torch.randn(shapes[b.layout], device=DEVICE, dtype=b.dtype)
+    key, value = views_of(pool, b)
     ids = torch.randperm(total - 1)[: sum(pages)] + 1
     table = torch.zeros(len(pages), max(pages, default=0) + 3, dtype=torch.int32)
     for r, own in enumerate(ids.split(pages)):
@@ -147,6 +174,10 @@ def make(b: Batch, *, poison: bool, seed: int = 0) -> Tensors:
         for r, n in enumerate(b.keys):
             if b.window:
                 table[r, : max(0, n - b.queries[r] - b.window + 1) // page] = 0
+    k_scale = v_scale = None
+    if b.coded:
+        key, value = views_of(pool.to(torch.float8_e4m3fn).view(torch.uint8), b)
+        k_scale, v_scale = torch.linspace(0.5, 1.5, 2 * heads, device=DEVICE).split(heads)
     starts = torch.tensor([0, *itertools.accumulate(b.queries)], dtype=torch.int32)
     num_tokens = int(starts[-1])
     shape = (num_tokens + 3, b.num_heads, size)
@@ -174,6 +205,8 @@ def make(b: Batch, *, poison: bool, seed: int = 0) -> Tensors:
         output=torch.full(shape, NAN, device=DEVICE, dtype=b.dtype),
         lse=torch.full(shape[:2], NAN, device=DEVICE),
         batch=batch,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
 
@@ -195,14 +228,21 @@ def calls(b: Batch, t: Tensors, plan: Plan) -> list[launch.KernelCall]:
     shape = (g.head_size, g.group_size, g.page_size, score)
     found = []
     if plan.prefill is not None:
-        p = plan.prefill
-        config = tuning.prefill_config(*shape)
+        p, operands = plan.prefill, t.operands
+        config = tuning.prefill_config(*shape, scaled=b.coded)
+        if b.coded:
+            size, num_pages = b.head_size, p.pages.shape[1]
+            pool = t.query.new_empty(num_pages, b.num_kv_heads, b.page_size, 2 * size)
+            found.append(launch.unpack_call(operands, p.pages, t.batch.seq_lens, pool))
+            operands = replace(
+                operands, key=pool[..., :size], value=pool[..., size:], block_table=p.page_table
+            )
         found.append(
-            launch.prefill_call(t.operands, variant, p.starts, p.num_programs, p.records, config)
+            launch.prefill_call(operands, variant, p.starts, p.num_programs, p.records, config)
         )
     if plan.decode is not None:
         d = plan.decode
-        config = tuning.decode_config(*shape, d.tile_rows)
+        config = tuning.decode_config(*shape, d.tile_rows, coded=b.coded)
         found.append(launch.decode_call(t.operands, variant, d.share, d.pieces, d.states, config))
     return found
 
@@ -211,6 +251,7 @@ def expected(b: Batch, t: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE in float64, request by request, from gathered pages."""
     v = b.variant
     group = b.num_heads // b.num_kv_heads
+    numbers = t.numbers
     out = torch.zeros(t.query.shape, dtype=torch.float64, device=DEVICE)
     lse = torch.full(t.query.shape[:2], -math.inf, dtype=torch.float64, device=DEVICE)
     row = 0
@@ -220,8 +261,7 @@ def expected(b: Batch, t: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         causal = b.causal[r] if isinstance(b.causal, tuple) else b.causal
         pages = t.batch.block_table_tensor[r, : -(-n // b.page_size)].long()
         k, value = (
-            x[pages].transpose(1, 2).flatten(0, 1)[:n].double().repeat_interleave(group, 1)
-            for x in (t.key, t.value)
+            x[pages].transpose(1, 2).flatten(0, 1)[:n].repeat_interleave(group, 1) for x in numbers
         )
         for part in range(0, q_len, 256):
             some = slice(rows.start + part, min(rows.start + part + 256, rows.stop))
@@ -376,6 +416,16 @@ def check_cases() -> Iterator[tuple[str, Batch]]:
         for num in (130, 256, 300):
             alike = replace(b, queries=(1,) * num, keys=(1000,) * num)
             yield f"alike {num} D{size}", alike
+        for layout in ("HND", "NHD", "split"):
+            coded = replace(ragged, head_size=size, coded=True, layout=layout)
+            yield f"codes D{size} {layout}", coded
+        coded = replace(short, head_size=size, coded=True)
+        yield f"codes D{size} window and cap", replace(coded, window=400, cap=20.0, page_size=48)
+        yield f"codes D{size} sinks fp16", replace(coded, sinks=True, dtype=torch.float16)
+        yield f"codes D{size} alibi", replace(coded, alibi=1, page_size=256)
+        one = {"head_size": size, "coded": True}
+        yield f"codes D{size} one long", Batch(queries=(1,), keys=(32768,), **one)
+        yield f"codes D{size} 16 queries", Batch(queries=(16,) * 9, keys=(3000,) * 9, **one)
     yield "decode window", Batch(queries=(1, 4, 16), keys=(9000, 20000, 300), window=4096)
     yield "few long queries", Batch(queries=(128, 20), keys=(20000, 9000), num_heads=8)
     for size in (64, 128, 256):
@@ -676,6 +726,7 @@ def time_decode(clock: Clock, rivals: dict[str, Any]) -> None:
             layout="split",
         )
         _decode_case(clock, rivals, case, b)
+        _decode_case(clock, {}, f"codes {case}", replace(b, coded=True))
     base = Batch(queries=(1,), keys=(4096,), num_heads=32, num_kv_heads=8, layout="HND")
     for q in (1, 2, 4, 8, 16):
         for num, context in ((1, 32768), (64, 4096)):
@@ -713,7 +764,7 @@ def _decode_case(
     reads: bool = True,
 ) -> None:
     t = make(b, poison=False)
-    num_bytes = 4.0 * sum(b.keys) * b.num_kv_heads * b.head_size if reads else 0.0
+    num_bytes = (2.0 if b.coded else 4.0) * sum(b.keys) * b.num_kv_heads * b.head_size * reads
     plan = make_builder(b).build(0, t.batch).plan(b.geometry)
     run = calls(b, t, plan)
 
@@ -726,6 +777,8 @@ def _decode_case(
         contenders["FA3"] = _fa3_decode(b, t, rivals)
         if reads:
             contenders |= _other_plans(b, t)
+    if b.coded:
+        contenders |= _other_coded(b, t)
     if cold:
         clock.race(case, contenders, num_bytes=num_bytes)
     if reads:
@@ -748,6 +801,38 @@ def _other_plans(b: Batch, t: Tensors) -> dict[str, Callable[[], Any]]:
     finally:
         planning.decode_rows = usual
     return {"64 rows": lambda: [call.launch() for call in run]}
+
+
+def _other_coded(b: Batch, t: Tensors) -> dict[str, Callable[[], Any]]:
+    """Decodes of codes with more programs a multiprocessor, deeper rings, and tiles of more keys."""
+    from attnkit.backends.hopper import plan as planning
+
+    config_of, programs_of = tuning.decode_config, planning.decode_programs
+    found = {}
+    for who, changes, programs in (
+        (
+            "3 programs",
+            {"maxnreg": 80, "consumer_registers": 120, "producer_registers": 40},
+            lambda config, num_sms: 3 * num_sms,
+        ),
+        ("6 stages", {"stages": 6}, programs_of),
+        ("tiles of 128", {"block_n": 128, "rows": math.gcd(b.page_size, 128)}, programs_of),
+    ):
+        if b.head_size == 256 and who != "tiles of 128":
+            continue
+
+        def changed(*shape: Any, changes: dict[str, Any] = changes, **facts: Any) -> Any:
+            return replace(config_of(*shape, **facts), **changes)
+
+        tuning.decode_config = planning.decode_config = changed
+        planning.decode_programs = programs
+        try:
+            run = calls(b, t, make_builder(b).build(0, t.batch).plan(b.geometry))
+        finally:
+            tuning.decode_config = planning.decode_config = config_of
+            planning.decode_programs = programs_of
+        found[who] = lambda run=run: [call.launch() for call in run]
+    return found
 
 
 def _fa3_decode(b: Batch, t: Tensors, rivals: dict[str, Any]) -> Callable[[], Any]:
@@ -790,7 +875,7 @@ def time_host(clock: Clock) -> None:
     for num in (256, 8192, 32768):
         key, value = (torch.randn(num, 8, 128, device=DEVICE, dtype=b.dtype) for _ in range(2))
         slots = torch.randperm(65536, device=DEVICE)[:num] + 16
-        call = launch.write_call(key, value, t.key, t.value, slots)
+        call = launch.write_call(key, value, Stored(key=t.key, value=t.value), slots)
         clock.race("write", {f"{num} tokens": call.launch}, num_bytes=8.0 * num * 8 * 128)
     cases = {
         "256 decodes": Batch(queries=(1,) * 256, keys=(1000,) * 256, num_heads=32, num_kv_heads=8),

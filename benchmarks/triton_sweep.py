@@ -17,8 +17,8 @@ from functools import partial
 import torch
 import triton
 
+from attnkit.backends.stored import Stored
 from attnkit.backends.triton import configs, launch
-from attnkit.backends.triton.stored import Stored
 from attnkit.contract import AttentionVariant
 from attnkit.kvcache.formats import cache_format
 

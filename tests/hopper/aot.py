@@ -43,6 +43,8 @@ _POINTERS = {
     "sinks_ptr": "*fp32",
     "states_ptr": "*fp32",
     "sums_ptr": "*fp32",
+    "k_scale_ptr": "*fp32",
+    "v_scale_ptr": "*fp32",
 }
 _FLOATS = ("log2_scale", "score_factor", "cap_log2")
 
@@ -51,9 +53,9 @@ def signature(arg_names: list[str], config: Any, dtype: str) -> dict[str, str]:
     """Types of a kernel's parameters as a launch would find them."""
     from triton.experimental.gluon import language as gl
 
-    def descriptor(*box: int) -> str:
-        layout = gl.NVMMASharedLayout(128, 16, len(box))
-        return f"tensordesc<{dtype}[{','.join(map(str, box))}],{layout!r}>"
+    def descriptor(*box: int, element: str = dtype, bits: int = 16) -> str:
+        layout = gl.NVMMASharedLayout(box[-1] * bits // 8, bits, len(box))
+        return f"tensordesc<{element}[{','.join(map(str, box))}],{layout!r}>"
 
     score = config.score
     absent = {
@@ -71,7 +73,9 @@ def signature(arg_names: list[str], config: Any, dtype: str) -> dict[str, str]:
             rows = getattr(config, "tile_rows", 64)
             types_of[name] = descriptor(rows // config.pack, 1, config.pack, 64)
         elif name in ("k_desc", "v_desc"):
-            types_of[name] = descriptor(1, 1, config.rows, 64)
+            box = (1, 1, config.rows, config.strip)
+            coded = {"element": "u8", "bits": 8} if config.element_bytes == 1 else {}
+            types_of[name] = descriptor(*box, **coded)
         elif name == "out_ptr":
             types_of[name] = f"*{dtype}"
         elif name in _POINTERS:
@@ -201,8 +205,10 @@ def variants(everything: bool) -> Iterator[tuple[str, str, Any, str]]:
 
     makers = {
         "prefill": prefill_config,
+        "prefill scaled": functools.partial(prefill_config, scaled=True),
         "decode": functools.partial(decode_config, tile_rows=64),
         "decode16": functools.partial(decode_config, tile_rows=16),
+        "decode of codes": functools.partial(decode_config, tile_rows=16, coded=True),
     }
     plain = ScoreConfig()
     scores = {
@@ -217,12 +223,15 @@ def variants(everything: bool) -> Iterator[tuple[str, str, Any, str]]:
             "alibi-sqrt": ScoreConfig(linear=False, alibi=2),
         }
     for kernel, make in makers.items():
+        few = kernel in ("prefill scaled", "decode of codes")
         for head_size in HEAD_SIZES:
             shapes = [("plain", plain, 4, 16, "bf16")]
-            if everything or head_size == 128:
+            if kernel == "prefill scaled" and head_size != 128 and not everything:
+                continue
+            if everything or (head_size == 128 and not few):
                 shapes += [(name, score, 4, 16, "fp16") for name, score in scores.items()]
             if everything:
-                groups = (1, 6, 8, 16 if kernel == "decode16" else 64)
+                groups = (1, 6, 8, 16 if kernel in ("decode16", "decode of codes") else 64)
                 shapes += [(f"group {g}", plain, g, 16, "bf16") for g in groups]
                 shapes += [(f"page {p}", plain, 4, p, "bf16") for p in (32, 48, 128, 160, 256)]
             for name, score, group, page, dtype in shapes:
@@ -236,6 +245,7 @@ def reports(everything: bool) -> Iterator[dict[str, Any]]:
     from attnkit.backends.hopper.prefill import prefill_kernel
 
     kernels = {"prefill": prefill_kernel, "decode": decode_kernel, "decode16": decode_kernel}
+    kernels |= {"prefill scaled": prefill_kernel, "decode of codes": decode_kernel}
     for name, kernel, config, dtype in variants(everything):
         yield {"name": name, **compile_kernel(kernels[kernel], config, dtype)}
 

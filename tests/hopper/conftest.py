@@ -45,7 +45,7 @@ def emulated_kernels_on(
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> type[HopperBackend]:
     """The backend class, its attention kernels replaced by emulated ones."""
-    modules = emulator.load("tile", "prefill", "decode")
+    modules = emulator.load("tile", "states", "prefill", "decode")
     monkeypatch.setattr(launch, "prefill_kernel", modules["prefill"].prefill_kernel)
     monkeypatch.setattr(launch, "decode_kernel", modules["decode"].decode_kernel)
     monkeypatch.setattr(launch, "TensorDescriptor", emulator.TensorDescriptor)

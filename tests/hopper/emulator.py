@@ -30,6 +30,9 @@ _TORCH = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int16": torch.int16,
     "int32": torch.int32,
     "int64": torch.int64,
     "int1": torch.bool,
@@ -61,7 +64,13 @@ class Value:
     def type(self) -> Any:
         return types.SimpleNamespace(layout=None)
 
-    def to(self, dtype: str) -> Value:
+    def to(self, dtype: str, bitcast: bool = False) -> Value:
+        if bitcast:
+            assert dtype == "fp8e4nv"
+            codes = torch.from_numpy(self.array.astype(np.uint8))
+            return Value(codes.view(torch.float8_e4m3fn).float().numpy(), "fp32")
+        if dtype == "int8":
+            return Value(self.array.astype(np.int8).astype(np.int64), dtype)
         if dtype in ("fp16", "bf16"):
             rounded = torch.from_numpy(np.array(self.array, np.float32)).to(_TORCH[dtype])
             return Value(rounded.float().numpy(), dtype)
@@ -129,6 +138,9 @@ class Value:
 
     __rand__ = __and__
 
+    def __rshift__(self, other: Any) -> Value:
+        return self._with(other, np.right_shift)
+
     def __or__(self, other: Any) -> Value:
         return self._with(other, np.bitwise_or)
 
@@ -169,7 +181,7 @@ def _remainder(a: Any, b: Any) -> Any:
 
 
 def _wider(a: str, b: str) -> str:
-    order = ("int1", "int32", "int64", "fp16", "bf16", "fp32")
+    order = ("int1", "uint8", "int8", "int16", "int32", "int64", "fp16", "bf16", "fp32")
     return max(a, b, key=order.index)
 
 
@@ -182,7 +194,7 @@ def _value(x: Any, like: str = "int32") -> Value:
         return Value(np.float32(x), like if like in _FLOATS else "fp32")
     if like in _FLOATS:
         return Value(np.float32(x), like)
-    return Value(np.int64(x), "int64" if like == "int64" else "int32")
+    return Value(np.int64(x), like if like in ("int64", "int16") else "int32")
 
 
 class Pointer:
@@ -256,7 +268,8 @@ class TensorDescriptor:
 
 
 class Shared:
-    """Shared memory of matrices, as strips of 64 columns: array (..., strips, rows, 64)."""
+    """Shared memory of matrices, as strips of columns: array (..., strips, rows, columns). Read as
+    int16, it holds bytes, two of which are an element."""
 
     def __init__(self, array: np.ndarray, dtype: str, transposed: bool = False) -> None:
         self.array, self.dtype, self.transposed = array, dtype, transposed
@@ -264,7 +277,7 @@ class Shared:
     @property
     def shape(self) -> tuple[int, ...]:
         *lead, strips, rows, columns = self.array.shape
-        return (*lead, rows, strips * columns)
+        return (*lead, rows, strips * columns // (2 if self.dtype == "int16" else 1))
 
     def index(self, i: Any) -> Shared:
         return Shared(self.array[int(i)], self.dtype)
@@ -275,10 +288,16 @@ class Shared:
 
     def read(self) -> np.ndarray:
         matrix = np.concatenate(list(self.array), axis=1)
+        if self.dtype == "int16":
+            matrix = np.ascontiguousarray(matrix.astype(np.uint8)).view(np.int16)
         return matrix.T if self.transposed else matrix
 
     def load(self, layout: Any) -> Value:
-        return Value(self.read().copy(), self.dtype)
+        return Value(_in_registers(self.read(), self.dtype), self.dtype)
+
+
+def _in_registers(array: np.ndarray, dtype: str) -> np.ndarray:
+    return array.copy() if dtype in _FLOATS else array.astype(np.int64)
 
 
 class Boxes:
@@ -293,16 +312,24 @@ class Boxes:
         return Boxes(self.array[i], self.dtype)
 
     def load(self, layout: Any) -> Value:
-        return Value(self.array.copy(), self.dtype)
+        return Value(_in_registers(self.array, self.dtype), self.dtype)
 
     def store(self, value: Value) -> None:
         assert value.dtype == self.dtype
         self.array[...] = value.array
 
-    def matrices(self, shape: Sequence[int]) -> Shared:
+    def matrices(self, dtype: str, shape: Sequence[int]) -> Shared:
         *lead, rows, columns = shape
-        assert np.prod(shape) == self.array.size
-        return Shared(self.array.reshape(*lead, columns // 64, rows, 64), self.dtype)
+        if dtype != self.dtype:
+            assert (self.dtype, dtype) == ("uint8", "int16")
+            columns *= 2
+        assert np.prod(lead) * rows * columns == self.array.size
+        strip = self.array.shape[-1]
+        return Shared(self.array.reshape(*lead, columns // strip, rows, strip), dtype)
+
+    def poison(self) -> None:
+        """NaN, or its code."""
+        self.array[...] = np.nan if self.dtype in _FLOATS else 0x7F
 
 
 class Barrier:
@@ -494,7 +521,9 @@ def _allocate(dtype: str, shape: Sequence[int], layout: Any) -> Any:
     if dtype == "int64":
         barriers = [Barrier(program) for _ in range(shape[0])]
         return barriers[0] if len(shape) == 1 else BarrierArray(barriers)
-    return Boxes(np.full(shape, np.nan, np.float32), dtype)
+    boxes = Boxes(np.empty(shape, np.float32), dtype)
+    boxes.poison()
+    return boxes
 
 
 def _warp_specialize(
@@ -509,8 +538,13 @@ def _warp_specialize(
 gl = types.SimpleNamespace(
     constexpr=_constexpr,
     static_range=range,
+    int8="int8",
+    int16="int16",
     int32="int32",
     int64="int64",
+    float8e4nv="fp8e4nv",
+    float16="fp16",
+    bfloat16="bf16",
     float32="fp32",
     NVMMASharedLayout=_layout,
     NVMMADistributedLayout=_layout,
@@ -570,7 +604,7 @@ mbarrier = types.SimpleNamespace(
 def tma_load(desc: TensorDescriptor, coordinates: Any, barrier: Barrier, place: Boxes) -> None:
     assert list(place.array.shape) == list(desc.block_shape), "the box does not fit its place"
     coordinates = [int(c) for c in coordinates]
-    place.array[...] = np.nan
+    place.poison()
 
     def finish() -> None:
         place.array[...] = desc.box(coordinates)
@@ -610,8 +644,7 @@ def warpgroup_mma_wait(num_outstanding: int, deps: Sequence[Any]) -> Any:
 
 
 def reinterpret(buffer: Boxes, dtype: str, shape: Sequence[int], layout: Any) -> Shared:
-    assert dtype == buffer.dtype
-    return buffer.matrices(shape)
+    return buffer.matrices(dtype, shape)
 
 
 def _named_barrier(x: Any, barrier_id: int, num_threads: int, waits: bool) -> None:
@@ -685,6 +718,7 @@ def _api() -> types.ModuleType:
         opaque=lambda x: x,
         reciprocal=lambda x: 1.0 / x,
         reinterpret=reinterpret,
+        rounded_to_bfloat16=lambda x: x.to("bf16"),
         square_root=_elementwise(np.sqrt),
         tma_load=tma_load,
         warpgroup_mma=warpgroup_mma,

@@ -40,7 +40,7 @@ def _request(**fields: object) -> AttentionRequest:
         ({"device_capability": DeviceCapability(10, 0)}, "sm_100"),
         ({"device_capability": DeviceCapability.cpu()}, "cpu"),
         ({"kv_cache_dtype": "float16"}, "differs from the layer's bfloat16"),
-        ({"kv_cache_dtype": "fp8"}, "fp8"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2"),
         ({"head_size_v": 64}, "value head size 64"),
         ({"attn_type": "encoder_only"}, "encoder_only"),
         ({"use_batch_invariant": True}, "batch invariance"),
@@ -60,6 +60,7 @@ def test_what_the_kernels_do_not_do_is_a_reason(fields: dict, words: str) -> Non
         {"head_size": 256, "block_size": 256, "has_sink": True, "return_lse": True},
         {"block_size": 48, "has_sliding_window": True, "has_logits_soft_cap": True},
         {"use_alibi": True, "use_alibi_sqrt": True, "use_non_causal": True},
+        {"kv_cache_dtype": "fp8", "use_per_head_quant_scales": True},
     ],
 )
 def test_what_they_do_has_no_reason(fields: dict) -> None:
@@ -72,6 +73,15 @@ def test_groups_larger_than_a_tile_are_left_to_others() -> None:
     assert HopperBackend.estimate_cost(request) == float("inf")
     with pytest.raises(UnsupportedConfiguration, match="71 query heads"):
         HopperImpl(71, 64, 0.1, 1)
+
+
+def test_coded_groups_fit_the_rows_of_a_warps_product() -> None:
+    request = _request(num_heads=32, num_kv_heads=1, kv_cache_dtype="fp8")
+    assert HopperBackend.estimate_cost(request) == float("inf")
+    with pytest.raises(UnsupportedConfiguration, match=r"32 query heads .* fp8 at most 16"):
+        HopperImpl(32, 64, 0.1, 1, kv_cache_dtype="fp8")
+    with pytest.raises(UnsupportedConfiguration, match="int8_per_token_head is not one of auto"):
+        HopperImpl(4, 64, 0.1, 1, kv_cache_dtype="int8_per_token_head")
 
 
 def test_without_a_gpu_it_says_why_it_cannot_run() -> None:

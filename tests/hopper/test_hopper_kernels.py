@@ -107,6 +107,27 @@ CASES: dict[str, dict[str, Any]] = {
         "query_lens": (1, 1),
         "seq_lens": (500, 500),
     },
+    "codes": {"num_heads": 8, "num_kv_heads": 2, "kv_cache_dtype": "fp8"},
+    "codes_128_window_cap": {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_size": 128,
+        "kv_cache_dtype": "fp8",
+        "sliding_window": 130,
+        "freed_window": True,
+        "logits_soft_cap": 5.0,
+        "query_gain": 4.0,
+    },
+    "codes_256_page_48": {
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_size": 256,
+        "block_size": 48,
+        "kv_cache_dtype": "fp8",
+        "sinks": True,
+        "query_lens": (1, 16, 40),
+        "seq_lens": (300, 400, 90),
+    },
     "group_of_64": {
         "num_heads": 64,
         "num_kv_heads": 1,
@@ -206,7 +227,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
         "pass",
     ),
     "parts are folded unscaled": (
-        "decode",
+        "states",
         "acc = accs[0] * gl.expand_dims(fade, 1)",
         "acc = accs[0]",
     ),
@@ -235,6 +256,6 @@ def test_a_planted_fault_is_found(
 
 
 def _replace_kernels(monkeypatch: pytest.MonkeyPatch, edit: Callable[[str, str], str]) -> None:
-    modules = emulator.load("tile", "prefill", "decode", edit=edit)
+    modules = emulator.load("tile", "states", "prefill", "decode", edit=edit)
     monkeypatch.setattr(launch, "prefill_kernel", modules["prefill"].prefill_kernel)
     monkeypatch.setattr(launch, "decode_kernel", modules["decode"].decode_kernel)

@@ -186,7 +186,9 @@ def test_plans_of_decodes_stay_where_they_are() -> None:
 
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     builder = HopperMetadataBuilder(spec, ["layer"], VllmConfig(), torch.device("cpu"))
-    geometry = Geometry(num_kv_heads=2, group_size=4, head_size=64, page_size=16, window=None)
+    geometry = Geometry(
+        num_kv_heads=2, group_size=4, head_size=64, page_size=16, window=None, coded=False
+    )
     places = set()
     for query_lens in ([1], [1, 1, 3], [100, 1], [2]):
         lens = [q + 40 for q in query_lens]

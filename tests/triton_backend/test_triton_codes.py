@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from triton_problem import DEVICE, Problem, make_problem
 
-from attnkit.backends.triton import codes
+from attnkit.backends import codes
+from attnkit.backends.stored import Codes, Stored
 from attnkit.backends.triton.launch import launch_attention, launch_decode, launch_write
-from attnkit.backends.triton.stored import Codes, Stored
 from attnkit.conformance.checks import bits
 from attnkit.contract import FullAttentionSpec, KVCacheLayout
 from attnkit.errors import CacheError, ConfigurationError

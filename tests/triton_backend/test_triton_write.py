@@ -6,8 +6,8 @@ import pytest
 import torch
 from triton_problem import DEVICE
 
+from attnkit.backends.stored import Stored
 from attnkit.backends.triton.launch import launch_write
-from attnkit.backends.triton.stored import Stored
 from attnkit.kvcache.write import write_kv
 
 

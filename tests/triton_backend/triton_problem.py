@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnkit.backends.stored import Stored
 from attnkit.backends.triton.operands import Operands
-from attnkit.backends.triton.stored import Stored
 from attnkit.conformance.oracle import Meaning, attend, visible
 from attnkit.contract import AttentionVariant
 from attnkit.contract.spans import spans_of_tokens

@@ -25,9 +25,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from attnkit.backends.stored import Stored
 from attnkit.backends.triton import configs, launch
 from attnkit.backends.triton.operands import Operands, Parts
-from attnkit.backends.triton.stored import Stored
 from attnkit.conformance.mla.compile import mla_variants
 from attnkit.contract import AttentionVariant, DeviceCapability
 from attnkit.errors import ConfigurationError

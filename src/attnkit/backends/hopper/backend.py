@@ -14,7 +14,14 @@ import torch
 
 from attnkit.backends.hopper.impl import HopperImpl
 from attnkit.backends.hopper.plan import HopperMetadataBuilder
-from attnkit.backends.hopper.tuning import HEAD_SIZES, MAX_GROUP_SIZE, PAGE_MULTIPLE
+from attnkit.backends.hopper.tuning import (
+    CACHE_DTYPES,
+    CODED_CACHE_DTYPES,
+    HEAD_SIZES,
+    MAX_CODED_GROUP_SIZE,
+    MAX_GROUP_SIZE,
+    PAGE_MULTIPLE,
+)
 from attnkit.contract import (
     AttentionBackend,
     DeviceCapability,
@@ -24,14 +31,14 @@ from attnkit.contract import (
 
 _SM_90 = (9, 0)
 _OLDEST_TRITON = (3, 6)
-_CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_NUMBERS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class HopperBackend(AttentionBackend):
     """Dense causal and non-causal decoder attention on Hopper GPUs, 16-bit, pages of 16 and more."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *_CACHE_DTYPES]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
     forward_includes_kv_cache_update = False
     accept_output_buffer = True
 
@@ -103,6 +110,10 @@ class HopperBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         # What is a decode, the device says; what is a prefill, the host. They must agree.
         return False
@@ -120,7 +131,7 @@ class HopperBackend(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: DeviceCapability,
     ) -> str | None:
-        stored = _CACHE_DTYPES.get(kv_cache_dtype or "auto", dtype)
+        stored = _NUMBERS.get(kv_cache_dtype or "auto", dtype)
         if stored != dtype:
             name = str(dtype).removeprefix("torch.")
             return f"KV cache dtype {kv_cache_dtype} differs from the layer's {name}"
@@ -128,9 +139,12 @@ class HopperBackend(AttentionBackend):
 
     @classmethod
     def estimate_cost(cls, request: Any) -> float:
-        """Below the portable kernels, beside which it ran 1.2 to 1.7 times as fast on prompts and 1.0 to
-        2.2 times on all but one decode (benchmarks/attention-h200.json).
+        """Above the portable kernels for coded caches, whose kernels have passed the emulator and both
+        compilers, and not yet a card. Below them otherwise: it ran 1.2 to 1.7 times as fast on prompts
+        and 1.0 to 2.2 times on all but one decode (benchmarks/attention-h200.json).
         """
-        if request.num_heads > MAX_GROUP_SIZE * request.num_kv_heads:
+        coded = request.kv_cache_dtype in CODED_CACHE_DTYPES
+        most = MAX_CODED_GROUP_SIZE if coded else MAX_GROUP_SIZE
+        if request.num_heads > most * request.num_kv_heads:
             return math.inf  # The impl refuses: heads are known to selection only here.
-        return 0.5
+        return 2.0 if coded else 0.5

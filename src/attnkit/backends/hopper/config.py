@@ -40,6 +40,8 @@ class KernelConfig:
         group_size: query heads per KV head.
         pack: rows of a tile that a query token takes: heads of one group side by side. A power of two.
         page_size: keys in a page.
+        element_bytes: of an element of the pages: 2, or 1 where they hold float8_e4m3fn codes.
+        scaled: keys and values count times the layer's scales.
         block_n: keys in a tile, a power of two.
         rows: keys in a box, the most that divide page and tile.
         stages: K and V tiles in a ring, each; for prefill a power of two.
@@ -53,12 +55,19 @@ class KernelConfig:
     group_size: int
     pack: int
     page_size: int
+    element_bytes: int
+    scaled: bool
     block_n: int
     rows: int
     stages: int
     maxnreg: int
     consumer_registers: int
     producer_registers: int
+
+    @property
+    def strip(self) -> int:
+        """Columns of a box: 128 bytes, the widest a swizzled copy can be, or all."""
+        return min(self.head_size, 128 // self.element_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,20 +30,18 @@ from attnkit.backends.hopper.gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from attnkit.backends.hopper.states import merge_unit, place_of_state, store_out, store_state
 from attnkit.backends.hopper.tile import (
     copy_tile,
-    finish_rows,
     finish_scores,
     first_key_of,
     mask_scores,
+    numbers_of,
     online_softmax,
     pages_of_tile,
     zero_before_window,
     zero_past_end,
 )
-
-RADIX = gl.constexpr(8)
-"""States that are folded at once. Their loads are in flight together: 32 registers a thread."""
 
 
 @gluon.constexpr_function
@@ -67,8 +65,12 @@ def multiply_keys(q, k_tile, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
     if CONFIG.tile_rows == 64:
         s = warpgroup_mma(q, k_tile.permute((1, 0)), s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
-    else:
+    elif CONFIG.element_bytes == 2:
         s = mma_v2(q, k_tile.permute((1, 0)).load(gl.DotOperandLayout(1, LAYOUT, 2)), s)
+    else:
+        # Four codes, that is 32 bits, side by side in a thread; Q likewise.
+        codes = k_tile.permute((1, 0)).load(gl.DotOperandLayout(1, LAYOUT, 4))
+        s = mma_v2(q, numbers_of(codes, q.dtype), s)
     return s
 
 
@@ -81,6 +83,19 @@ def add_values(p, v_tile, acc, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
     else:
         acc = mma_v2(p, v_tile.load(gl.DotOperandLayout(1, LAYOUT, 2)), acc)
     return acc
+
+
+@gluon.jit
+def add_coded_values(p, v_tile, even, odd, LAYOUT: gl.constexpr):
+    """even + p.v of the even columns, odd + p.v of the odd ones.
+
+    A load that transposes has elements of 16 bits, so two codes side by side come as one, and what is in
+    its halves goes to two products.
+    """
+    pairs = v_tile.load(gl.DotOperandLayout(1, LAYOUT, 2))
+    even = mma_v2(p, numbers_of((pairs & 0xFF).to(gl.int8), gl.float16), even)
+    odd = mma_v2(p, numbers_of((pairs >> 8).to(gl.int8), gl.float16), odd)
+    return even, odd
 
 
 @gluon.jit
@@ -181,200 +196,6 @@ def produce(
 
 
 @gluon.jit
-def place_of_state(split, first_program):
-    """Where a piece leaves its state. A program has at most two pieces of shared units: the end of one,
-    and the beginning of another."""
-    return 2 * (first_program + split) + gl.where(split == 0, 1, 0)
-
-
-@gluon.jit
-def store_out(
-    CONFIG: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    acc,
-    top,
-    total,
-    row,
-    token,
-    kv_head,
-    num_tokens,
-    log2_scale,
-    out_ptr,
-    out_stride_token,
-    out_stride_head,
-    lse_ptr,
-    lse_stride_token,
-    sinks_ptr,
-):
-    """Finish rows and write them, and their LSE. `row` and states are slices of LAYOUT."""
-    HEAD_SIZE: gl.constexpr = CONFIG.head_size
-    head = kv_head * CONFIG.group_size + row % CONFIG.pack
-    row_token = row // CONFIG.pack
-    live = (row_token < num_tokens) & (row % CONFIG.pack < CONFIG.group_size)
-    sinks = top
-    if CONFIG.score.sinks:
-        sinks = gl.load(sinks_ptr + head, mask=live, other=0.0)
-    factor, lse = finish_rows(top, total, sinks, log2_scale, CONFIG)
-    where = (token + row_token).to(gl.int64)
-    if CONFIG.score.lse:
-        gl.store(lse_ptr + where * lse_stride_token + head, lse, mask=live)
-    column = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, LAYOUT))
-    where = where * out_stride_token + head * out_stride_head
-    out = (acc * gl.expand_dims(factor, 1)).to(out_ptr.dtype.element_ty)
-    pointers = out_ptr + gl.expand_dims(where, 1) + gl.expand_dims(column, 0)
-    gl.store(pointers, out, mask=gl.expand_dims(live, 1))
-
-
-@gluon.jit
-def fold_states(
-    CONFIG: gl.constexpr,
-    FOLD_LAYOUT: gl.constexpr,
-    row,
-    live,
-    states_ptr,
-    sums_ptr,
-    first_program,
-    split,
-    stride,
-    count,
-    log2_scale,
-):
-    """Fold up to RADIX states of some rows, in the order of their keys.
-
-    Returns:
-        accumulated values, maximum and sum of the rows.
-    """
-    HEAD_SIZE: gl.constexpr = CONFIG.head_size
-    column = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, FOLD_LAYOUT))
-    accs = ()
-    tops = ()
-    totals = ()
-    for i in gl.static_range(RADIX):
-        there = live & (i < count)
-        place = place_of_state(split + i * stride, first_program).to(gl.int64)
-        place = place * CONFIG.tile_rows + row
-        tops = tops + (
-            gl.load(sums_ptr + place * 2, mask=there, other=float("-inf"), cache_modifier=".cg"),
-        )
-        totals = totals + (
-            gl.load(sums_ptr + place * 2 + 1, mask=there, other=0.0, cache_modifier=".cg"),
-        )
-        pointers = gl.expand_dims(states_ptr + place * HEAD_SIZE, 1) + gl.expand_dims(column, 0)
-        accs = accs + (
-            gl.load(pointers, mask=gl.expand_dims(there, 1), other=0.0, cache_modifier=".cg"),
-        )
-    top = tops[0]
-    for i in gl.static_range(1, RADIX):
-        top = gl.maximum(top, tops[i])
-    base = gl.where(top == float("-inf"), 0.0, top * log2_scale)
-    fade = gl.exp2(tops[0] * log2_scale - base)
-    total = totals[0] * fade
-    acc = accs[0] * gl.expand_dims(fade, 1)
-    for i in gl.static_range(1, RADIX):
-        fade = gl.exp2(tops[i] * log2_scale - base)
-        total = total + totals[i] * fade
-        acc = acc + accs[i] * gl.expand_dims(fade, 1)
-    return acc, top, total
-
-
-@gluon.jit
-def merge_unit(
-    CONFIG: gl.constexpr,
-    split,
-    num_splits,
-    first_program,
-    token,
-    kv_head,
-    num_tokens,
-    log2_scale,
-    states_ptr,
-    sums_ptr,
-    counters_ptr,
-    num_states,
-    out_ptr,
-    out_stride_token,
-    out_stride_head,
-    lse_ptr,
-    lse_stride_token,
-    sinks_ptr,
-):
-    """Come to the tree of this unit's states with one more; fold what is complete, up to the output.
-
-    At each level RADIX neighbours form a group, counted at the place of its first. Whoever completes a
-    group resets its counter, folds it into that place and goes on as its one member of the next level.
-    """
-    LANES: gl.constexpr = 32 if CONFIG.head_size >= 128 else 16
-    WIDE: gl.constexpr = 2 if CONFIG.head_size == 256 else 1
-    ROWS: gl.constexpr = 512 // CONFIG.head_size
-    FOLD_LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, 4], [32 // LANES, LANES], [4 // WIDE, WIDE], [1, 0]
-    )
-    HEAD_SIZE: gl.constexpr = CONFIG.head_size
-    stride = 1
-    level = 0
-    going = True
-    while going:
-        # All threads' states are written, then one thread says so.
-        barrier()
-        group = split // (RADIX * stride) * (RADIX * stride)
-        count = gl.minimum((num_splits - group + stride - 1) // stride, RADIX)
-        place = place_of_state(group, first_program)
-        counter_ptr = counters_ptr + level * num_states + place
-        num_before = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
-        going = num_before == count - 1
-        if going:
-            gl.store(counter_ptr, 0)
-            is_whole = (group == 0) & (count * stride >= num_splits)
-            for first_row in range(0, num_tokens * CONFIG.pack, ROWS):
-                row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, FOLD_LAYOUT))
-                live = row < num_tokens * CONFIG.pack
-                acc, top, total = fold_states(
-                    CONFIG,
-                    FOLD_LAYOUT,
-                    row,
-                    live,
-                    states_ptr,
-                    sums_ptr,
-                    first_program,
-                    group,
-                    stride,
-                    count,
-                    log2_scale,
-                )
-                if is_whole:
-                    store_out(
-                        CONFIG,
-                        FOLD_LAYOUT,
-                        acc,
-                        top,
-                        total,
-                        row,
-                        token,
-                        kv_head,
-                        num_tokens,
-                        log2_scale,
-                        out_ptr,
-                        out_stride_token,
-                        out_stride_head,
-                        lse_ptr,
-                        lse_stride_token,
-                        sinks_ptr,
-                    )
-                else:
-                    column = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, FOLD_LAYOUT))
-                    where = place.to(gl.int64) * CONFIG.tile_rows + row
-                    pointers = gl.expand_dims(states_ptr + where * HEAD_SIZE, 1)
-                    pointers = pointers + gl.expand_dims(column, 0)
-                    gl.store(pointers, acc, mask=gl.expand_dims(live, 1))
-                    gl.store(sums_ptr + where * 2, top, mask=live)
-                    gl.store(sums_ptr + where * 2 + 1, total, mask=live)
-            split = group
-            stride = stride * RADIX
-            level += 1
-            going = going & (is_whole == 0)
-
-
-@gluon.jit
 def consume(
     CONFIG: gl.constexpr,
     q_tile,
@@ -399,6 +220,9 @@ def consume(
     lse_stride_token,
     slopes_ptr,
     sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    scale_stride,
     window,
     log2_scale,
     score_factor,
@@ -409,14 +233,18 @@ def consume(
     BLOCK_N: gl.constexpr = CONFIG.block_n
     HEAD_SIZE: gl.constexpr = CONFIG.head_size
     S_LAYOUT: gl.constexpr = product_layout(CONFIG, BLOCK_N)
-    ACC_LAYOUT: gl.constexpr = product_layout(CONFIG, HEAD_SIZE)
-    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
+    CODED: gl.constexpr = CONFIG.element_bytes == 1
+    # Of coded values, the even and the odd columns are accumulated apart.
+    PARTS: gl.constexpr = 2 if CODED else 1
+    COLUMNS: gl.constexpr = HEAD_SIZE // PARTS
+    ACC_LAYOUT: gl.constexpr = product_layout(CONFIG, COLUMNS)
+    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 4 if CODED else 2)
+    P_TYPE: gl.constexpr = gl.float16 if CODED else q_tile.dtype
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, ACC_LAYOUT)
     row = gl.arange(0, TILE_ROWS, ROW_LAYOUT)
     row_token = row // CONFIG.pack
-    factors = (log2_scale, score_factor, cap_log2)
     at, end, record = my_share(share_ptr)
     step = 0
     num_done = 0
@@ -424,6 +252,17 @@ def consume(
         _, token, kv_head, num_tokens, position, reach, num_keys, first_tile, num_tiles = (
             read_piece(record)
         )
+        base_scale = log2_scale
+        factor = score_factor
+        out_scale = log2_scale
+        if CONFIG.scaled:
+            k_scale = gl.load(k_scale_ptr + kv_head * scale_stride)
+            out_scale = gl.load(v_scale_ptr + kv_head * scale_stride)
+            if CONFIG.score.linear:
+                base_scale = log2_scale * k_scale
+            else:
+                factor = score_factor * k_scale
+        factors = (base_scale, factor, cap_log2)
         first_key = first_key_of(position, window, CONFIG)
         sight = (row_token, position, reach, num_keys, window)
         # Tiles from first_whole to end_whole are seen whole by all rows.
@@ -439,7 +278,8 @@ def consume(
         # Where a row is spread over warps, its weights are added up column by column until the end.
         SUMS: gl.constexpr = [TILE_ROWS] if TILE_ROWS == 64 else [TILE_ROWS, BLOCK_N]
         total = gl.zeros(SUMS, gl.float32, ROW_LAYOUT if TILE_ROWS == 64 else S_LAYOUT)
-        acc = gl.zeros([TILE_ROWS, HEAD_SIZE], gl.float32, ACC_LAYOUT)
+        acc = gl.zeros([TILE_ROWS, COLUMNS], gl.float32, ACC_LAYOUT)
+        odd = acc
         mbarrier.wait(q_full, num_done & 1)
         q = q_tile
         if CONFIG.q_in_registers:
@@ -458,18 +298,23 @@ def consume(
             s = finish_scores(s, tile, sight, slopes, factors, S_LAYOUT, CONFIG)
             if is_cut:
                 s = mask_scores(s, tile, sight, S_LAYOUT, CONFIG)
-            weights, fade, top = online_softmax(s, top, log2_scale, True)
+            weights, fade, top = online_softmax(s, top, base_scale, True)
             if TILE_ROWS == 64:
                 total = total * fade + gl.sum(weights, 1)
             else:
                 total = total * gl.expand_dims(fade, 1) + weights
-            p = gl.convert_layout(weights.to(q_tile.dtype), P_LAYOUT)
-            acc = acc * gl.expand_dims(gl.convert_layout(fade, ACC_ROWS), 1)
+            p = gl.convert_layout(weights.to(P_TYPE), P_LAYOUT)
+            fade = gl.expand_dims(gl.convert_layout(fade, ACC_ROWS), 1)
+            acc = acc * fade
             mbarrier.wait(v_full.index(slot), phase)
             zero_past_end(v_boxes, slot, tile, num_keys, CONFIG)
             if CONFIG.score.window:
                 zero_before_window(v_boxes, slot, tile, first_key, CONFIG)
-            acc = add_values(p, v_tiles.index(slot), acc, ACC_LAYOUT, CONFIG)
+            if CODED:
+                odd = odd * fade
+                acc, odd = add_coded_values(p, v_tiles.index(slot), acc, odd, ACC_LAYOUT)
+            else:
+                acc = add_values(p, v_tiles.index(slot), acc, ACC_LAYOUT, CONFIG)
             # K and V at once: each arrival costs barriers of the whole warpgroup.
             mbarrier.arrive(empty.index(slot), count=1)
             step += 1
@@ -483,35 +328,48 @@ def consume(
         top = gl.convert_layout(top, ACC_ROWS)
         total = gl.convert_layout(total, ACC_ROWS)
         acc_row = gl.arange(0, TILE_ROWS, ACC_ROWS)
-        if num_splits == 1:
-            store_out(
-                CONFIG,
-                ACC_LAYOUT,
-                acc,
-                top,
-                total,
-                acc_row,
-                token,
-                kv_head,
-                num_tokens,
-                log2_scale,
-                out_ptr,
-                out_stride_token,
-                out_stride_head,
-                lse_ptr,
-                lse_stride_token,
-                sinks_ptr,
-            )
-        else:
-            live = acc_row < num_tokens * CONFIG.pack
-            where = place_of_state(split, first_program).to(gl.int64)
-            where = where * CONFIG.tile_rows + acc_row
-            column = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, ACC_LAYOUT))
-            pointers = gl.expand_dims(states_ptr + where * HEAD_SIZE, 1)
-            pointers = pointers + gl.expand_dims(column, 0)
-            gl.store(pointers, acc, mask=gl.expand_dims(live, 1))
-            gl.store(sums_ptr + where * 2, top, mask=live)
-            gl.store(sums_ptr + where * 2 + 1, total, mask=live)
+        for part in gl.static_range(PARTS):
+            columns = acc
+            if part == 1:
+                columns = odd
+            if num_splits == 1:
+                store_out(
+                    CONFIG,
+                    ACC_LAYOUT,
+                    columns,
+                    top,
+                    total,
+                    acc_row,
+                    token,
+                    kv_head,
+                    num_tokens,
+                    base_scale,
+                    out_scale,
+                    out_ptr,
+                    out_stride_token,
+                    out_stride_head,
+                    lse_ptr,
+                    lse_stride_token,
+                    sinks_ptr,
+                    part,
+                    PARTS,
+                )
+            else:
+                store_state(
+                    CONFIG,
+                    ACC_LAYOUT,
+                    columns,
+                    top,
+                    total,
+                    acc_row,
+                    acc_row < num_tokens * CONFIG.pack,
+                    place_of_state(split, first_program),
+                    states_ptr,
+                    sums_ptr,
+                    part,
+                    PARTS,
+                )
+        if num_splits > 1:
             merge_unit(
                 CONFIG,
                 split,
@@ -520,7 +378,8 @@ def consume(
                 token,
                 kv_head,
                 num_tokens,
-                log2_scale,
+                base_scale,
+                out_scale,
                 states_ptr,
                 sums_ptr,
                 counters_ptr,
@@ -538,7 +397,14 @@ def consume(
 
 
 @gluon.jit(
-    do_not_specialize=["num_pages", "window", "table_stride", "lse_stride_token", "num_states"],
+    do_not_specialize=[
+        "num_pages",
+        "window",
+        "table_stride",
+        "lse_stride_token",
+        "num_states",
+        "scale_stride",
+    ],
     do_not_specialize_on_alignment=["share_ptr", "pieces_ptr", "table_ptr"],
 )
 def decode_kernel(
@@ -561,6 +427,9 @@ def decode_kernel(
     lse_stride_token,
     slopes_ptr,
     sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    scale_stride,
     window,
     log2_scale,
     score_factor,
@@ -575,16 +444,23 @@ def decode_kernel(
     ROWS: gl.constexpr = CONFIG.rows
     STAGES: gl.constexpr = CONFIG.stages
     STRIPS: gl.constexpr = HEAD_SIZE // 64
-    BOXES: gl.constexpr = STAGES * STRIPS * (BLOCK_N // ROWS)
+    STRIP: gl.constexpr = CONFIG.strip
+    BOXES: gl.constexpr = STAGES * (HEAD_SIZE // STRIP) * (BLOCK_N // ROWS)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    # Coded values are read in pairs: as elements of 16 bits.
+    CODED: gl.constexpr = CONFIG.element_bytes == 1
+    K_MATRIX: gl.constexpr = gl.NVMMASharedLayout(STRIP, 8, 2) if CODED else MATRIX
+    V_MATRIX: gl.constexpr = gl.NVMMASharedLayout(STRIP, 16, 2) if CODED else MATRIX
+    V_TYPE: gl.constexpr = gl.int16 if CODED else v_desc.dtype
+    V_COLUMNS: gl.constexpr = HEAD_SIZE // 2 if CODED else HEAD_SIZE
     TILE_ROWS: gl.constexpr = CONFIG.tile_rows
     Q_SHAPE: gl.constexpr = [STRIPS, TILE_ROWS // PACK, 1, PACK, 64]
     q_boxes = gl.allocate_shared_memory(DTYPE, Q_SHAPE, q_desc.layout)
-    k_boxes = gl.allocate_shared_memory(DTYPE, [BOXES, 1, 1, ROWS, 64], k_desc.layout)
-    v_boxes = gl.allocate_shared_memory(DTYPE, [BOXES, 1, 1, ROWS, 64], v_desc.layout)
+    k_boxes = gl.allocate_shared_memory(k_desc.dtype, [BOXES, 1, 1, ROWS, STRIP], k_desc.layout)
+    v_boxes = gl.allocate_shared_memory(v_desc.dtype, [BOXES, 1, 1, ROWS, STRIP], v_desc.layout)
     q_tile = reinterpret(q_boxes, DTYPE, [TILE_ROWS, HEAD_SIZE], MATRIX)
-    k_tiles = reinterpret(k_boxes, DTYPE, [STAGES, BLOCK_N, HEAD_SIZE], MATRIX)
-    v_tiles = reinterpret(v_boxes, DTYPE, [STAGES, BLOCK_N, HEAD_SIZE], MATRIX)
+    k_tiles = reinterpret(k_boxes, k_desc.dtype, [STAGES, BLOCK_N, HEAD_SIZE], K_MATRIX)
+    v_tiles = reinterpret(v_boxes, V_TYPE, [STAGES, BLOCK_N, V_COLUMNS], V_MATRIX)
 
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -614,7 +490,8 @@ def decode_kernel(
     )
     consumer = consumer + (share_ptr, pieces_ptr, states_ptr, sums_ptr, counters_ptr, num_states)
     consumer = consumer + (out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride_token)
-    consumer = consumer + (slopes_ptr, sinks_ptr, window, log2_scale, score_factor, cap_log2)
+    consumer = consumer + (slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, scale_stride)
+    consumer = consumer + (window, log2_scale, score_factor, cap_log2)
     pieces = (q_desc, q_boxes, q_full, q_empty, share_ptr, pieces_ptr, table_ptr, table_stride)
     pieces = pieces + (num_pages, window)
     keys = (k_desc, k_boxes, k_full, empty) + pieces

@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from attnkit.backends.hopper.launch import Operands
+
 from attnkit.backends.hopper.config import ScoreConfig
-from attnkit.backends.hopper.plan import Geometry, HopperMetadata
+from attnkit.backends.hopper.plan import Geometry, HopperMetadata, PrefillPlan
 from attnkit.backends.hopper.tuning import (
+    CACHE_DTYPES,
+    CODED_CACHE_DTYPES,
     HEAD_SIZES,
+    MAX_CODED_GROUP_SIZE,
     MAX_GROUP_SIZE,
     decode_config,
     prefill_config,
 )
+from attnkit.backends.stored import Stored
 from attnkit.contract import AttentionImpl, AttentionLayer, AttentionType, AttentionVariant
 from attnkit.errors import BatchError, CacheError, UnsupportedConfiguration
+from attnkit.kvcache.formats import cache_format
 
 _NO_WINDOW = 1 << 29
 """From here on a window is longer than any request, and sums with it would leave int32."""
@@ -56,6 +65,7 @@ class HopperImpl(AttentionImpl[HopperMetadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.group_size = num_heads // self.num_kv_heads
         _refuse(head_size, head_size_v, self.group_size, kv_cache_dtype, attn_type)
+        self._cache_format = cache_format(kv_cache_dtype)
         variant = AttentionVariant.from_impl_args(
             num_heads=num_heads,
             scale=scale,
@@ -101,10 +111,12 @@ class HopperImpl(AttentionImpl[HopperMetadata]):
 
         check_strides("query", query, BatchError)
         check_strides("kv_cache", kv_cache, CacheError)
-        if kv_cache.dtype != query.dtype:
+        stored = self._stored(layer, kv_cache)
+        expected = torch.uint8 if self._is_coded else query.dtype
+        if stored.key.dtype != expected:
             raise CacheError(
-                f"kv_cache is {kv_cache.dtype}, query is {query.dtype}; the hopper backend reads a "
-                "cache of the query's dtype"
+                f"kv_cache is {kv_cache.dtype}, query is {query.dtype}; the hopper backend reads "
+                f"{expected} for kv_cache_dtype={self.kv_cache_dtype!r}"
             )
         lse = None
         if self.need_to_return_lse_for_decode:
@@ -114,22 +126,24 @@ class HopperImpl(AttentionImpl[HopperMetadata]):
         plan = attn_metadata.plan(self._geometry(page_size))
         operands = Operands(
             query=query,
-            key=kv_cache[..., : self.head_size],
-            value=kv_cache[..., self.head_size :],
+            key=stored.key,
+            value=stored.value,
             output=output,
             lse=lse,
             block_table=attn_metadata.block_table,
+            k_scale=stored.k_scale,
+            v_scale=stored.v_scale,
         )
         shape = (self.head_size, self.group_size, page_size, self._score(lse is not None))
         if plan.prefill is not None:
             p = plan.prefill
             prefill_call(
-                operands,
+                self._unpacked(operands, p, attn_metadata) if self._is_coded else operands,
                 self.variant,
                 p.starts,
                 p.num_programs,
                 p.records,
-                prefill_config(*shape),
+                prefill_config(*shape, scaled=self._is_coded),
             ).launch()
         if plan.decode is not None:
             d = plan.decode
@@ -139,7 +153,7 @@ class HopperImpl(AttentionImpl[HopperMetadata]):
                 d.share,
                 d.pieces,
                 d.states,
-                decode_config(*shape, d.tile_rows),
+                decode_config(*shape, d.tile_rows, coded=self._is_coded),
             ).launch()
         return output if lse is None else (output, lse)
 
@@ -153,8 +167,32 @@ class HopperImpl(AttentionImpl[HopperMetadata]):
     ) -> None:
         from attnkit.backends.hopper.launch import write_call
 
-        size = self.head_size
-        write_call(key, value, kv_cache[..., :size], kv_cache[..., size:], slot_mapping).launch()
+        write_call(key, value, self._stored(layer, kv_cache), slot_mapping).launch()
+
+    @property
+    def _is_coded(self) -> bool:
+        return self._cache_format.reads_layer_scales
+
+    def _stored(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> Stored:
+        # Codes as bytes: the copy engine has no float8.
+        size, k_scale, v_scale = self.head_size, layer._k_scale, layer._v_scale
+        return Stored.of(kv_cache, self._cache_format, size, size, k_scale, v_scale, has_e4m3=False)
+
+    def _unpacked(
+        self, operands: Operands, plan: PrefillPlan, metadata: HopperMetadata
+    ) -> Operands:
+        """The operands of a prefill over coded pages: over copies of them that hold numbers."""
+        from attnkit.backends.hopper.launch import unpack_call
+
+        assert plan.pages is not None, "the plan was made for other pages"
+        assert plan.page_table is not None
+        _, num_kv_heads, page_size, size = operands.key.shape
+        num_pages = max(1, plan.pages.shape[1])
+        pool = operands.query.new_empty(num_pages, num_kv_heads, page_size, 2 * size)
+        unpack_call(operands, plan.pages, metadata.batch.seq_lens, pool).launch()
+        return replace(
+            operands, key=pool[..., :size], value=pool[..., size:], block_table=plan.page_table
+        )
 
     def _geometry(self, page_size: int) -> Geometry:
         return Geometry(
@@ -163,6 +201,7 @@ class HopperImpl(AttentionImpl[HopperMetadata]):
             head_size=self.head_size,
             page_size=page_size,
             window=self.variant.sliding_window,
+            coded=self._is_coded,
         )
 
     def _score(self, lse: bool) -> ScoreConfig:
@@ -195,8 +234,13 @@ def _refuse(
         reasons.append(
             f"{group_size} query heads share a KV head, and at most {MAX_GROUP_SIZE} can"
         )
-    if kv_cache_dtype not in ("auto", "float16", "bfloat16"):
-        reasons.append(f"KV cache dtype {kv_cache_dtype} is not float16 or bfloat16")
+    if kv_cache_dtype not in CACHE_DTYPES:
+        reasons.append(f"KV cache dtype {kv_cache_dtype} is not one of {', '.join(CACHE_DTYPES)}")
+    elif kv_cache_dtype in CODED_CACHE_DTYPES and group_size > MAX_CODED_GROUP_SIZE:
+        reasons.append(
+            f"{group_size} query heads share a KV head, and with KV cache dtype {kv_cache_dtype} at "
+            f"most {MAX_CODED_GROUP_SIZE} can"
+        )
     if attn_type != AttentionType.DECODER:
         reasons.append(f"attention type {attn_type} is not decoder")
     if reasons:

@@ -22,14 +22,16 @@ from attnkit.backends.hopper.gluon_api import TensorDescriptor, gl
 from attnkit.backends.hopper.plan_kernels import fill_row_tiles_kernel, share_decodes_kernel
 from attnkit.backends.hopper.prefill import prefill_kernel
 from attnkit.backends.hopper.tuning import MIN_DECODE_TILES
+from attnkit.backends.hopper.unpack import unpack_kernel
 from attnkit.backends.hopper.write import write_kernel
+from attnkit.backends.stored import Stored
 from attnkit.contract import AttentionVariant
 from attnkit.errors import AttnkitError
 
 LOG2_E = math.log2(math.e)
 
-_BOX_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
-"""Of every box in shared memory: rows of 64 16-bit columns, swizzled over 128 bytes."""
+_Q_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
+"""Of a box of Q in shared memory: rows of 64 16-bit columns, swizzled over 128 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,11 +40,13 @@ class Operands:
 
     Attributes:
         query: (T, num_heads, head_size); strides are multiples of 16 bytes, 1 for the last.
-        key: (num_blocks, num_kv_heads, block_size, head_size), likewise.
+        key: (num_blocks, num_kv_heads, block_size, head_size), likewise; or uint8 codes.
         value: the same.
         output: (T, num_heads, head_size).
         lse: float32 (T, num_heads); None: not wanted.
         block_table: int32 (R, W).
+        k_scale: float32 (1,) or (num_kv_heads,), which keys count times; None: 1.
+        v_scale: the same of values.
     """
 
     query: torch.Tensor
@@ -51,6 +55,8 @@ class Operands:
     output: torch.Tensor
     lse: torch.Tensor | None
     block_table: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -294,8 +300,7 @@ def decode_call(
 def write_call(
     key: torch.Tensor,
     value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    stored: Stored,
     slot_mapping: torch.Tensor,
 ) -> KernelCall:
     """The write kernel over a step's tokens.
@@ -303,11 +308,12 @@ def write_call(
     Args:
         key: (at least T, num_kv_heads, head_size).
         value: the same.
-        key_cache: (num_blocks, num_kv_heads, block_size, head_size), last stride 1.
-        value_cache: the same.
+        stored: the cache, keys and values (num_blocks, num_kv_heads, block_size, head_size), last stride
+            1; with the layer's scales where it holds codes.
         slot_mapping: int64 or int32 (T,); -1 writes nothing.
     """
     num_tokens, num_kv_heads = slot_mapping.shape[0], key.shape[1]
+    key_cache, value_cache = stored.key, stored.value
     # 16 KiB of keys a program: 16-byte accesses of 128 threads, eight each.
     block = 8192 // key.shape[2]
     return KernelCall(
@@ -330,13 +336,55 @@ def write_call(
             "v_stride_page": value_cache.stride(0),
             "v_stride_row": value_cache.stride(2),
             "v_stride_head": value_cache.stride(1),
+            **_scales(stored.k_scale, stored.v_scale, key_cache),
             "NUM_KV_HEADS": num_kv_heads,
             "HEAD_SIZE": key.shape[2],
             "PAGE_SIZE": key_cache.shape[2],
             "BLOCK": block,
+            "CODED": stored.k_scale is not None,
         },
         options={"num_warps": 4},
         device=key.device,
+    )
+
+
+def unpack_call(
+    codes: Operands, pages: torch.Tensor, seq_lens: torch.Tensor, pool: torch.Tensor
+) -> KernelCall:
+    """Pages of codes as pages of numbers, exactly, the layer's scales left out.
+
+    Args:
+        codes: `key`, `value` and `block_table` are read.
+        pages: int32 (2, P), requests and which of their pages.
+        seq_lens: int32 (R,); pages past a request's end stay as they are.
+        pool: (P, num_kv_heads, block_size, 2 * head_size), keys and then values of page i, to be filled.
+    """
+    _, num_kv_heads, page_size, head_size = codes.key.shape
+    return KernelCall(
+        kernel=unpack_kernel,
+        grid=(pages.shape[1], num_kv_heads),
+        arguments={
+            "k_ptr": codes.key,
+            "v_ptr": codes.value,
+            "pool_ptr": pool,
+            "pages_ptr": pages,
+            "num_pages": pages.shape[1],
+            "table_ptr": codes.block_table,
+            "table_stride": codes.block_table.stride(0),
+            "seq_lens_ptr": seq_lens,
+            "k_stride_page": codes.key.stride(0),
+            "k_stride_head": codes.key.stride(1),
+            "k_stride_row": codes.key.stride(2),
+            "v_stride_page": codes.value.stride(0),
+            "v_stride_head": codes.value.stride(1),
+            "v_stride_row": codes.value.stride(2),
+            "NUM_KV_HEADS": num_kv_heads,
+            "PAGE_SIZE": page_size,
+            "HEAD_SIZE": head_size,
+            "ROWS": 16,
+        },
+        options={"num_warps": 4},
+        device=pool.device,
     )
 
 
@@ -367,7 +415,7 @@ def _descriptors(o: Operands, config: KernelConfig, heads: int, rows: int) -> di
             [num_tokens, num_heads // heads, heads, head_size],
             [stride, heads * head_stride, head_stride, 1],
             [rows // config.pack, 1, config.pack, 64],
-            _BOX_LAYOUT,
+            _Q_LAYOUT,
         ),
         "k_desc": _pool_descriptor(o.key, config),
         "v_desc": _pool_descriptor(o.value, config),
@@ -379,8 +427,8 @@ def _pool_descriptor(pool: torch.Tensor, config: KernelConfig) -> Any:
         pool,
         list(pool.shape),
         list(pool.stride()),
-        [1, 1, config.rows, 64],
-        _BOX_LAYOUT,
+        [1, 1, config.rows, config.strip],
+        gl.NVMMASharedLayout(config.strip * config.element_bytes, 8 * config.element_bytes, 4),
     )
 
 
@@ -401,10 +449,21 @@ def _common(o: Operands, variant: AttentionVariant) -> dict[str, Any]:
         "lse_stride_token": 0 if o.lse is None else o.lse.stride(0),
         "slopes_ptr": o.output if variant.alibi_slopes is None else variant.alibi_slopes,
         "sinks_ptr": o.output if variant.sinks is None else variant.sinks,
+        **_scales(o.k_scale, o.v_scale, o.output),
         "window": 0 if window is None else window,
         "log2_scale": factor if linear else 1.0,
         "score_factor": factor if cap is None else 2.0 * factor / cap,
         "cap_log2": 0.0 if cap is None else cap * LOG2_E,
+    }
+
+
+def _scales(
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, absent: torch.Tensor
+) -> dict[str, Any]:
+    return {
+        "k_scale_ptr": absent if k_scale is None else k_scale,
+        "v_scale_ptr": absent if v_scale is None else v_scale,
+        "scale_stride": 0 if k_scale is None or k_scale.numel() == 1 else 1,
     }
 
 

@@ -45,6 +45,7 @@ class Geometry:
         head_size: of queries, keys and values.
         page_size: keys in a page of its cache.
         window: keys that a query sees; None: no window.
+        coded: its pages hold float8 codes.
     """
 
     num_kv_heads: int
@@ -52,15 +53,23 @@ class Geometry:
     head_size: int
     page_size: int
     window: int | None
+    coded: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PrefillPlan:
-    """Arguments of `launch.prefill_call`."""
+    """Arguments of `launch.prefill_call`; of coded pages also which ones are unpacked for it.
+
+    Attributes:
+        pages: int32 (2, P): request, and which of its pages, for `launch.unpack_call`.
+        page_table: int32 (R, W): where in these P pages those of a request are.
+    """
 
     starts: torch.Tensor
     num_programs: int
     records: torch.Tensor
+    pages: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,6 +140,9 @@ class Planner:
 
     def _decode_query_len(self, query_lens: np.ndarray, geometry: Geometry) -> int:
         g = geometry
+        if g.coded:
+            # Row tiles of codes have 16 rows, each of which reads the keys once more.
+            return MAX_DECODE_QUERY_LEN
         config = prefill_config(g.head_size, g.group_size, g.page_size, ScoreConfig())
         long = query_lens[query_lens > MAX_DECODE_QUERY_LEN]
         row_tiles = -(-long // (64 * config.num_consumers // config.pack))
@@ -168,7 +180,21 @@ class Planner:
         records = torch.empty(tiles.num_tiles, 8, dtype=torch.int32, device=self._device)
         num_starts = len(tiles.starts)
         row_tiles_call(work, tiles.num_tiles, num_starts, records, lengths, config).launch()
-        return PrefillPlan(starts=work, num_programs=tiles.num_programs, records=records)
+        plan = PrefillPlan(starts=work, num_programs=tiles.num_programs, records=records)
+        return self._unpacked(plan, np.where(query_lens > 0, kv_lens, 0), g) if g.coded else plan
+
+    def _unpacked(self, plan: PrefillPlan, kv_lens: np.ndarray, geometry: Geometry) -> PrefillPlan:
+        """With the pages of the requests to prefill, one request after the other."""
+        num_pages = -(-kv_lens // geometry.page_size)
+        starts = np.cumsum(num_pages) - num_pages
+        requests = np.repeat(np.arange(len(kv_lens)), num_pages)
+        indices = np.arange(len(requests)) - starts[requests]
+        table = starts[:, None] + np.arange(max(1, num_pages.max()))
+        return replace(
+            plan,
+            pages=_upload(np.concatenate([requests, indices]), self._device).view(2, -1),
+            page_table=_upload(table.ravel(), self._device).view(table.shape),
+        )
 
     def _decodes(
         self, lengths: Any, geometry: Geometry, max_query_len: int, longest: int
@@ -177,13 +203,15 @@ class Planner:
         from attnkit.backends.hopper.launch import States, share_decodes_call
 
         g = geometry
-        tile_rows = decode_rows(g.group_size, longest)
-        config = decode_config(g.head_size, g.group_size, g.page_size, ScoreConfig(), tile_rows)
+        tile_rows = 16 if g.coded else decode_rows(g.group_size, longest)
+        config = decode_config(
+            g.head_size, g.group_size, g.page_size, ScoreConfig(), tile_rows, coded=g.coded
+        )
         num_programs = decode_programs(config, self._num_sms)
         # Room for every batch of the engine, so that no later one moves what a graph was captured with:
         # short requests, and longer ones where they are few (a row tile of the prefill kernel, of which
-        # there are at most num_sms / 2, makes at most 4 here). Tiles of 16 rows hold a whole request.
-        row_tiles = 1 if tile_rows == 16 else -(-MAX_DECODE_QUERY_LEN // (64 // config.pack))
+        # there are at most num_sms / 2, makes at most 4 here).
+        row_tiles = -(-MAX_DECODE_QUERY_LEN // (tile_rows // config.pack))
         num_reqs = max(lengths.seq_lens.shape[0], self._max_num_reqs)
         num_records = num_programs + num_reqs * g.num_kv_heads * row_tiles + 2 * self._num_sms
         plan = self._decode_plans.get((g, tile_rows))

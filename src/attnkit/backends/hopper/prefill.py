@@ -306,6 +306,9 @@ def consume(
     lse_stride_token,
     slopes_ptr,
     sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    scale_stride,
     window,
     log2_scale,
     score_factor,
@@ -323,7 +326,8 @@ def consume(
     FAR: gl.constexpr = (ME * 64 + 63) // CONFIG.pack
     row = ME * 64 + gl.arange(0, 64, ROW_LAYOUT)
     row_token = row // CONFIG.pack
-    factors = (log2_scale, score_factor, cap_log2)
+    base_scale = log2_scale
+    factors = (base_scale, score_factor, cap_log2)
     first = gl.load(starts_ptr + gl.program_id(0))
     end = gl.load(starts_ptr + gl.program_id(0) + 1)
     step = 0
@@ -336,6 +340,15 @@ def consume(
         tile = first_tile + num_tiles - 1
         sight = (row_token, position, reach, num_keys, window)
         slopes = row_token.to(gl.float32)
+        if CONFIG.scaled:
+            _, head_tile, _ = read_rows(tiles_ptr, i)
+            kv_head = head_tile * CONFIG.pack // CONFIG.group_size
+            k_scale = gl.load(k_scale_ptr + kv_head * scale_stride)
+            if CONFIG.score.linear:
+                base_scale = log2_scale * k_scale
+                factors = (base_scale, score_factor, cap_log2)
+            else:
+                factors = (base_scale, score_factor * k_scale, cap_log2)
         if CONFIG.score.alibi != 0:
             _, head_tile, _ = read_rows(tiles_ptr, i)
             head = head_tile * CONFIG.pack + row % CONFIG.pack
@@ -358,7 +371,7 @@ def consume(
         s = finish_scores(s, tile, sight, slopes, factors, S_LAYOUT, CONFIG)
         s = mask_scores(s, tile, sight, S_LAYOUT, CONFIG)
         top = gl.full([64], float("-inf"), gl.float32, ROW_LAYOUT)
-        weights, fade, top = online_softmax(s, top, log2_scale, True)
+        weights, fade, top = online_softmax(s, top, base_scale, True)
         total = sum_weights(weights, CONFIG)
         mbarrier.wait(v_full.index(slot), phase)
         zero_past_end(v_boxes, slot, tile, num_keys, CONFIG)
@@ -424,7 +437,10 @@ def consume(
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         if CONFIG.score.linear:
             total = gl.convert_layout(gl.sum(total, 1), ROW_LAYOUT)
-        factor, lse = finish_rows(top, total, sinks, log2_scale, CONFIG)
+        factor, lse = finish_rows(top, total, sinks, base_scale, CONFIG)
+        if CONFIG.scaled:
+            kv_head = head_tile * CONFIG.pack // CONFIG.group_size
+            factor = factor * gl.load(v_scale_ptr + kv_head * scale_stride)
         store_rows(
             ME,
             CONFIG,
@@ -452,7 +468,7 @@ def consume(
 
 
 @gluon.jit(
-    do_not_specialize=["num_pages", "window", "table_stride", "lse_stride_token"],
+    do_not_specialize=["num_pages", "window", "table_stride", "lse_stride_token", "scale_stride"],
     do_not_specialize_on_alignment=["starts_ptr", "tiles_ptr", "table_ptr"],
 )
 def prefill_kernel(
@@ -471,6 +487,9 @@ def prefill_kernel(
     lse_stride_token,
     slopes_ptr,
     sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    scale_stride,
     window,
     log2_scale,
     score_factor,
@@ -514,6 +533,7 @@ def prefill_kernel(
     consumer = (q_tiles, k_tiles, v_tiles, v_boxes) + rings
     consumer = consumer + (starts_ptr, tiles_ptr, out_ptr, out_stride_token, out_stride_head)
     consumer = consumer + (lse_ptr, lse_stride_token, slopes_ptr, sinks_ptr)
+    consumer = consumer + (k_scale_ptr, v_scale_ptr, scale_stride)
     consumer = consumer + (window, log2_scale, score_factor, cap_log2)
     lists = (q_desc, q_boxes, q_full, starts_ptr, tiles_ptr, table_ptr, table_stride)
     lists = lists + (num_pages, window)

@@ -3,8 +3,8 @@
 In: descriptors, shared memory and scalars of one tile. Out: values for the kernel's own loop. Device
 code; CONFIG is a `config.KernelConfig`.
 
-A K or V tile is `block_n` keys by `head_size`, kept as head_size / 64 strips of 64 columns: 128 bytes,
-the widest a swizzled copy can be. A box of `rows` keys of one page and strip is one copy. Box i of
+A K or V tile is `block_n` keys by `head_size`, kept as strips of `strip` columns: 128 bytes, the widest
+a swizzled copy can be. A box of `rows` keys of one page and strip is one copy. Box i of
 strip c of slot s lies at index (s * strips + c) * boxes + i, which makes the strips of a slot together
 the swizzled matrix that the tensor cores read.
 
@@ -22,6 +22,7 @@ from attnkit.backends.hopper.gluon_api import (
     gluon,
     mbarrier,
     reciprocal,
+    rounded_to_bfloat16,
     square_root,
     tma_load,
 )
@@ -59,16 +60,16 @@ def pages_of_tile(table_ptr, tile, first_key, end_key, num_pages, CONFIG: gl.con
 @gluon.jit
 def copy_tile(desc, buffer, full, pages, tile, kv_head, slot, CONFIG: gl.constexpr):
     """Start the copies of one K or V tile; all of them complete on barrier `full`."""
-    STRIPS: gl.constexpr = CONFIG.head_size // 64
+    STRIPS: gl.constexpr = CONFIG.head_size // CONFIG.strip
     BOXES: gl.constexpr = CONFIG.block_n // CONFIG.rows
-    mbarrier.expect(full, CONFIG.block_n * CONFIG.head_size * 2)
+    mbarrier.expect(full, CONFIG.block_n * CONFIG.head_size * CONFIG.element_bytes)
     for i in gl.static_range(BOXES):
         row = 0
         if CONFIG.page_size != CONFIG.rows:
             row = (tile * CONFIG.block_n + i * CONFIG.rows) % CONFIG.page_size
         for c in gl.static_range(STRIPS):
             place = buffer.index((slot * STRIPS + c) * BOXES + i)
-            tma_load(desc, [pages[i], kv_head, row, c * 64], full, place)
+            tma_load(desc, [pages[i], kv_head, row, c * CONFIG.strip], full, place)
 
 
 @gluon.jit
@@ -78,9 +79,14 @@ def zero_keys(boxes, slot, box, first, end, CONFIG: gl.constexpr):
     Every warpgroup that reads the tile does this for itself. Others may read the tile meanwhile, since
     the rows they use are written with what they hold.
     """
-    STRIPS: gl.constexpr = CONFIG.head_size // 64
+    STRIPS: gl.constexpr = CONFIG.head_size // CONFIG.strip
     BOXES: gl.constexpr = CONFIG.block_n // CONFIG.rows
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 4, 8], [1, 1, 4, 1], [3, 2, 1, 0])
+    # 16 bytes a thread.
+    WIDTH: gl.constexpr = 16 // CONFIG.element_bytes
+    LANES: gl.constexpr = CONFIG.strip // WIDTH
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 1, WIDTH], [1, 1, 32 // LANES, LANES], [1, 1, 4, 1], [3, 2, 1, 0]
+    )
     OF_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
     row = gl.arange(0, CONFIG.rows, OF_ROW)
     keep = (row >= first) & (row < end)
@@ -107,6 +113,15 @@ def zero_before_window(boxes, slot, tile, first_key, CONFIG: gl.constexpr):
     rows = first_key - tile * CONFIG.block_n
     if (rows > 0) & (rows < CONFIG.block_n) & (rows % CONFIG.rows != 0):
         zero_keys(boxes, slot, rows // CONFIG.rows, rows % CONFIG.rows, CONFIG.rows, CONFIG)
+
+
+@gluon.jit
+def numbers_of(codes, DTYPE: gl.constexpr):
+    """float8_e4m3fn codes as numbers of a 16-bit DTYPE, exactly."""
+    x = codes.to(gl.float8e4nv, bitcast=True).to(gl.float16)
+    if gl.bfloat16 == DTYPE:
+        x = rounded_to_bfloat16(x.to(gl.float32))
+    return x
 
 
 @gluon.jit

@@ -20,6 +20,14 @@ PAGE_MULTIPLE = 16
 MAX_GROUP_SIZE = 64
 """Query heads of a KV head fit the 64 rows of a warpgroup's product."""
 
+CODED_CACHE_DTYPES = ("fp8", "fp8_e4m3")
+"""Formats whose codes the kernels read; the layer's scales, one or one a KV head, stand beside."""
+
+CACHE_DTYPES = ("auto", "float16", "bfloat16", *CODED_CACHE_DTYPES)
+
+MAX_CODED_GROUP_SIZE = 16
+"""Codes become numbers in the registers of a warp, whose products have 16 rows."""
+
 MAX_DECODE_QUERY_LEN = 16
 """Requests with at most this many queries are always decoded. A row tile of the prefill kernel has
 128 rows or more, so that with 16 queries it would be mostly empty for groups below 8."""
@@ -46,7 +54,7 @@ def decode_query_len(num_row_tiles: int, num_sms: int) -> int:
 
 @functools.cache
 def prefill_config(
-    head_size: int, group_size: int, page_size: int, score: ScoreConfig
+    head_size: int, group_size: int, page_size: int, score: ScoreConfig, *, scaled: bool = False
 ) -> PrefillConfig:
     """Constants of the prefill kernel."""
     block_n, stages, num_consumers, turns = 128, 2, 2, False
@@ -67,6 +75,8 @@ def prefill_config(
         # factors of the group would not divide 64 rows.
         pack=math.gcd(group_size, MAX_GROUP_SIZE),
         page_size=page_size,
+        element_bytes=2,
+        scaled=scaled,
         block_n=block_n,
         rows=math.gcd(page_size, block_n),
         stages=stages,
@@ -92,7 +102,13 @@ def decode_rows(group_size: int, query_len: int) -> int:
 
 @functools.cache
 def decode_config(
-    head_size: int, group_size: int, page_size: int, score: ScoreConfig, tile_rows: int
+    head_size: int,
+    group_size: int,
+    page_size: int,
+    score: ScoreConfig,
+    tile_rows: int,
+    *,
+    coded: bool = False,
 ) -> DecodeConfig:
     """Constants of the decode kernel.
 
@@ -110,6 +126,8 @@ def decode_config(
         group_size=group_size,
         pack=1 << (group_size - 1).bit_length(),
         page_size=page_size,
+        element_bytes=1 if coded else 2,
+        scaled=coded,
         block_n=block_n,
         rows=math.gcd(page_size, block_n),
         stages=3,

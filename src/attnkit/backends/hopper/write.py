@@ -1,15 +1,27 @@
 """The cache write kernel: K and V of new tokens to the slots of their pages.
 
-In: packed keys and values and the slot of each token. Out: the cache; slot -1 writes nothing. Device
-code, in plain Triton; `launch.launch_write` starts it.
+In: packed keys and values and the slot of each token. Out: the cache, numbers or float8 codes; slot -1
+writes nothing. Device code, in plain Triton; `launch.write_call` starts it.
 """
 
 import triton
 import triton.language as tl
 
+from attnkit.backends.codes import to_float8
+
+
+@triton.jit
+def stored_numbers(x, scale_ptr, head, scale_stride, CODED: tl.constexpr):
+    """Rows as they go into the cache. `head`: of each row."""
+    if CODED:
+        scale = tl.load(scale_ptr + head * scale_stride)[:, None]
+        x = x.to(tl.float32)
+        x = to_float8(tl.div_rn(x, tl.broadcast_to(scale, x.shape)), False)
+    return x
+
 
 @triton.jit(
-    do_not_specialize=["num_tokens"],
+    do_not_specialize=["num_tokens", "scale_stride"],
     do_not_specialize_on_alignment=["slot_mapping_ptr"],
 )
 def write_kernel(
@@ -29,12 +41,16 @@ def write_kernel(
     v_stride_page,
     v_stride_row,
     v_stride_head,
+    k_scale_ptr,
+    v_scale_ptr,
+    scale_stride,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    CODED: tl.constexpr,
 ):
-    """One program copies BLOCK rows, a row being one KV head of one token; heads are neighbours."""
+    """One program writes BLOCK rows, a row being one KV head of one token; heads are neighbours."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     token = i // NUM_KV_HEADS
     head = i % NUM_KV_HEADS
@@ -48,9 +64,11 @@ def write_kernel(
 
     source = (token * key_stride_token + head * key_stride_head)[:, None] + columns
     place = (page * k_stride_page + row * k_stride_row + head * k_stride_head)[:, None] + columns
-    key = tl.load(key_ptr + source, mask=written)
+    key = tl.load(key_ptr + source, mask=written, other=0.0)
     source = (token * value_stride_token + head * value_stride_head)[:, None] + columns
-    value = tl.load(value_ptr + source, mask=written)
+    value = tl.load(value_ptr + source, mask=written, other=0.0)
+    key = stored_numbers(key, k_scale_ptr, head, scale_stride, CODED)
+    value = stored_numbers(value, v_scale_ptr, head, scale_stride, CODED)
     tl.store(k_ptr + place, key, mask=written)
     place = (page * v_stride_page + row * v_stride_row + head * v_stride_head)[:, None] + columns
     tl.store(v_ptr + place, value, mask=written)

@@ -12,10 +12,10 @@ import math
 
 import torch
 
+from attnkit.backends.stored import Stored
 from attnkit.backends.triton.configs import decode_config, decode_query_len, num_splits
 from attnkit.backends.triton.operands import Operands, Parts
 from attnkit.backends.triton.plan import TritonMetadata
-from attnkit.backends.triton.stored import Stored
 from attnkit.contract import (
     AttentionImpl,
     AttentionLayer,

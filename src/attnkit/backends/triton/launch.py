@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import triton
 
+from attnkit.backends.stored import Encoding, Stored
 from attnkit.backends.triton.attention import attention_kernel
 from attnkit.backends.triton.configs import (
     HOPPER,
@@ -29,7 +30,6 @@ from attnkit.backends.triton.configs import (
 from attnkit.backends.triton.decode import decode_kernel, merge_kernel
 from attnkit.backends.triton.interpreter import is_interpreting, repair_small_floats
 from attnkit.backends.triton.operands import Operands, Parts
-from attnkit.backends.triton.stored import Encoding, Stored
 from attnkit.backends.triton.write import encode_kernel, write_kernel
 from attnkit.contract import AttentionVariant
 

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from attnkit.backends.stored import Stored
 from attnkit.backends.triton.backend import TritonBackend
 from attnkit.backends.triton.configs import mla_decode_config
 from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages
 from attnkit.backends.triton.mla_prefill import TritonMLAPrefill, rows_of
 from attnkit.backends.triton.operands import Parts
 from attnkit.backends.triton.plan import Workspace, longest_to_mean
-from attnkit.backends.triton.stored import Stored
 from attnkit.contract import (
     AttentionBackend,
     AttentionCGSupport,

@@ -15,7 +15,7 @@ no second one to make the number of programs invisible in the bits.
 import triton
 import triton.language as tl
 
-from attnkit.backends.triton.codes import numbers
+from attnkit.backends.codes import numbers
 from attnkit.backends.triton.decode import segment_len_of
 from attnkit.backends.triton.tile import (
     finish,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnkit.backends.triton.stored import Codes, Stored, float32_view
+from attnkit.backends.stored import Codes, Stored, float32_view
 from attnkit.contract import MLADimensions
 from attnkit.kvcache.codecs import FP8_TILE
 from attnkit.kvcache.formats import CacheFormat

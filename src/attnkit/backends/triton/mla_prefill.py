@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from attnkit.backends.stored import Stored
 from attnkit.backends.triton.backend import TritonBackend
 from attnkit.backends.triton.operands import Operands
-from attnkit.backends.triton.stored import Stored
 from attnkit.contract import AttentionVariant, DeviceCapability, MLADimensions
 from attnkit.mla.plan import ContextChunk, PrefillPart
 from attnkit.mla.prefill_backend import MLAPrefillBackend

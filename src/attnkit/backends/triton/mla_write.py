@@ -11,7 +11,7 @@ the kernels for K and V.
 import triton
 import triton.language as tl
 
-from attnkit.backends.triton.codes import bits_of, quotients, to_float8, token_scale
+from attnkit.backends.codes import bits_of, quotients, to_float8, token_scale
 from attnkit.backends.triton.mla_decode import TILE
 from attnkit.backends.triton.tile import load_rows
 from attnkit.backends.triton.write import slots_of

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from attnkit.backends.triton.stored import Codes, Stored
+from attnkit.backends.stored import Codes, Stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -17,7 +17,7 @@ would be rounded differently than max * log2_scale, and logits near 1e30 would o
 import triton
 import triton.language as tl
 
-from attnkit.backends.triton.codes import BLOCK, INT4, NVFP4, numbers, with_block_scales
+from attnkit.backends.codes import BLOCK, INT4, NVFP4, numbers, with_block_scales
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)

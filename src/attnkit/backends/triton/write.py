@@ -11,7 +11,7 @@ code; `launch.launch_write` starts them.
 import triton
 import triton.language as tl
 
-from attnkit.backends.triton.codes import (
+from attnkit.backends.codes import (
     BLOCK,
     bits_of,
     e4m3_numbers,
@@ -22,7 +22,7 @@ from attnkit.backends.triton.codes import (
     to_integer,
     token_scale,
 )
-from attnkit.backends.triton.stored import Encoding
+from attnkit.backends.stored import Encoding
 from attnkit.backends.triton.tile import head_scale, load_rows
 
 E5M2 = tl.constexpr(int(Encoding.E5M2))

@@ -13,7 +13,7 @@ and the encode kernels. `kvcache/formats.py` says what the bytes of a format are
 import triton
 import triton.language as tl
 
-from attnkit.backends.triton.stored import Codes
+from attnkit.backends.stored import Codes
 
 E4M3 = tl.constexpr(int(Codes.E4M3))
 INT4 = tl.constexpr(int(Codes.INT4))
