@@ -180,7 +180,7 @@ class Profile:
 
 
 def profile_steps(engine: Engine, num_steps: int) -> Profile | None:
-    """Run steps under torch's profiler; None on a CPU."""
+    """Run steps under torch's profiler; None on a CPU, or where it may not see the device."""
     if engine.model.device.type != "cuda":
         return None
     from torch.autograd import DeviceType
@@ -190,7 +190,10 @@ def profile_steps(engine: Engine, num_steps: int) -> Profile | None:
         for _ in range(num_steps):
             engine.step()
         torch.cuda.synchronize()
-    kernels = [e for e in profiler.events() if e.device_type is DeviceType.CUDA]
+    # Equal, not the same: each event makes an enum member of its own.
+    kernels = [e for e in profiler.events() if e.device_type == DeviceType.CUDA]
+    if not kernels:
+        return None
     attention = [e for e in kernels if any(name in e.name for name in ATTENTION_KERNELS)]
     return Profile(
         kernel_us=sum(e.time_range.elapsed_us() for e in kernels) / num_steps,
