@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from stored_numbers import E4M3, F32, LAYER_TABLES, nearest, value_of
+from stored_numbers import E2M1, E4M3, F32, LAYER_TABLES, nearest, value_of
 
 from attnkit.errors import ConfigurationError
 from attnkit.kvcache.formats import LATENT_FORMATS, cache_format, latent_format
@@ -70,6 +70,48 @@ def test_a_deepseek_row_is_656_bytes_as_documented(latent: Any, rotated: Any) ->
     assert np.array_equal(bfloat16_bytes(rotated_back), data[:, 528:])
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    latent=arrays(np.float32, (2, RANK), elements=numbers),
+    rotated=arrays(np.float32, (2, ROPE), elements=numbers),
+)
+def test_a_row_of_four_bit_floats_is_352_bytes_as_documented(latent: Any, rotated: Any) -> None:
+    """512 codes in halves, 64 fp8, 32 fp8 scales, that of block s at byte 8 * (s % 4) + s // 4."""
+    data = encoded("nvfp4_ds_mla", latent, rotated, 7.0)  # The layer's scale has no part.
+    assert data.shape == (2, 352)
+    with np.errstate(over="ignore"):
+        blocks = latent.reshape(2, 32, 16)
+        scale_codes = nearest(E4M3, np.clip(np.abs(blocks).max(-1) / F32(6), 2.0**-9, 448))
+        scales = value_of(E4M3, scale_codes).astype(F32)
+        codes = nearest(E2M1, np.clip(blocks / scales[..., None], -6, 6)).reshape(2, RANK)
+    assert np.array_equal(data[:, :256], codes[:, ::2] | codes[:, 1::2] << 4)
+    assert np.array_equal(data[:, 256:320], nearest(E4M3, np.clip(rotated, -448, 448)))
+    for s in range(32):
+        assert np.array_equal(data[:, 320 + 8 * (s & 3) + (s >> 2)], scale_codes[:, s])
+    latent_back, rotated_back = read_back("nvfp4_ds_mla", data, RANK, ROPE, 7.0)
+    values = value_of(E2M1, codes).reshape(2, 32, 16) * scales[..., None].astype(np.float64)
+    np.testing.assert_allclose(latent_back, values.reshape(2, RANK), rtol=1e-7)
+    np.testing.assert_allclose(rotated_back, value_of(E4M3, data[:, 256:320]))
+
+
+@pytest.mark.parametrize("name", ["int8_per_token_head", "fp8_per_token_head"])
+def test_latent_and_rotated_part_have_a_scale_each(name: str) -> None:
+    rng = np.random.default_rng(3)
+    latent = rng.standard_normal((3, RANK)).astype(F32) * 100
+    rotated = rng.standard_normal((3, ROPE)).astype(F32)
+    data = encoded(name, latent, rotated)
+    largest = F32(127 if name.startswith("int8") else 448)
+    for x, first in ((latent, 0), (rotated, RANK + 4)):
+        scale = np.abs(x).max(-1) / largest
+        behind = slice(first + x.shape[1], first + x.shape[1] + 4)
+        assert np.array_equal(data[:, behind], scale.astype("<f4")[:, None].view(np.uint8))
+        quotients = x / scale[:, None]
+        codes = np.rint(quotients).astype(np.int8).view(np.uint8)
+        if name.startswith("fp8"):
+            codes = nearest(E4M3, quotients)
+        assert np.array_equal(data[:, first : behind.start], codes)
+
+
 def test_a_tile_has_its_own_scale() -> None:
     """One large number costs precision in its own 128 alone."""
     latent = np.full((1, RANK), 0.1, dtype=np.float32)
@@ -109,6 +151,9 @@ def test_bytes_per_token() -> None:
         "fp8_e4m3": 576,
         "fp8_e5m2": 576,
         "fp8_ds_mla": 656,
+        "int8_per_token_head": 584,
+        "fp8_per_token_head": 584,
+        "nvfp4_ds_mla": 352,
     }
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from attnkit.conformance.case import DTYPES, Basis, Case
 from attnkit.contract import CACHE_DTYPES, AttentionType, KVCacheLayout, KVQuantMode
-from attnkit.kvcache.formats import cache_format
+from attnkit.kvcache.formats import CACHE_FORMATS, cache_format
 
 BATCHES: dict[str, dict[str, Any]] = {
     "decode": {"query_lens": (1, 1, 1, 1), "seq_lens": (33, 1, 64, 17)},
@@ -413,7 +413,7 @@ def _quantised_caches(basis: Basis) -> Iterator[Case]:
         "wide_values": ("mixed", {"head_size_v": 2 * basis.head_size, "alibi": True}),
     }
     for name, (_, mode) in CACHE_DTYPES.items():
-        if mode in (KVQuantMode.NONE, KVQuantMode.FP8_DS_MLA):
+        if mode is KVQuantMode.NONE or name not in CACHE_FORMATS:
             continue
         how: dict[str, Any] = {"kv_cache_dtype": name, "return_lse": basis.lse}
         for batch, dtype in itertools.product(BATCHES, basis.dtypes):

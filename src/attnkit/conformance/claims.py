@@ -20,9 +20,9 @@ from attnkit.contract import (
     CACHE_DTYPES,
     AttentionBackend,
     AttentionType,
-    KVQuantMode,
 )
 from attnkit.errors import UnsupportedConfiguration
+from attnkit.kvcache.formats import CACHE_FORMATS
 from attnkit.selection import AttentionRequest, reasons_against, select
 
 
@@ -281,8 +281,8 @@ def _types() -> list[Claim]:
 
 def _formats() -> list[Claim]:
     claims = []
-    for name, (_, mode) in CACHE_DTYPES.items():
-        judged = mode is not KVQuantMode.FP8_DS_MLA
+    for name in CACHE_DTYPES:
+        judged = name in CACHE_FORMATS  # The others are rows of latents.
         claims.append(
             Claim(
                 name=f"cache format {name}",

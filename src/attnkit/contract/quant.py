@@ -36,6 +36,8 @@ class KVQuantMode(IntEnum):
     """4-bit floats, two in a byte, an fp8 scale per 16 of them, and the layer's scales on top."""
     FP8_DS_MLA = 6
     """DeepSeek's MLA row: 512 fp8 codes, four float32 scales, 64 bfloat16 rope values."""
+    NVFP4_DS_MLA = 7
+    """An MLA row of 512 4-bit floats, 64 fp8 rope values and an fp8 scale per 16 of the former."""
 
 
 CACHE_DTYPES: dict[str, tuple[torch.dtype | None, KVQuantMode]] = {
@@ -51,6 +53,7 @@ CACHE_DTYPES: dict[str, tuple[torch.dtype | None, KVQuantMode]] = {
     "int4_per_token_head": (torch.uint8, KVQuantMode.INT4_PER_TOKEN_HEAD),
     "nvfp4": (torch.uint8, KVQuantMode.NVFP4),
     "fp8_ds_mla": (torch.uint8, KVQuantMode.FP8_DS_MLA),
+    "nvfp4_ds_mla": (torch.uint8, KVQuantMode.NVFP4_DS_MLA),
 }
 """Format name -> (storage dtype, mode). The storage dtype of "auto" is the model's."""
 

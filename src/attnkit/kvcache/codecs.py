@@ -267,6 +267,51 @@ class Nvfp4Codec(Codec):
         return (blocks * block_scales[..., None]).flatten(-2) * scale
 
 
+class Nvfp4LatentCodec(Codec):
+    """Codes and block scales of `Nvfp4Codec` for a layer's scale of one, which is not read. The scales
+    lie as a kernel wants them: that of block s of n at byte (n / 4) * (s % 4) + s // 4."""
+
+    granule: ClassVar[int] = 4 * NVFP4_BLOCK
+    reads_layer_scale: ClassVar[bool] = False
+
+    def code_bytes(self, size: int) -> int:
+        return size // 2
+
+    def scale_bytes(self, size: int) -> int:
+        return size // NVFP4_BLOCK
+
+    def encode(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        data = Nvfp4Codec().encode(x, torch.ones_like(scale))
+        size = x.shape[-1]
+        codes, own = data.split([self.code_bytes(size), self.scale_bytes(size)], dim=-1)
+        own = own.unflatten(-1, (-1, 4)).transpose(-1, -2).flatten(-2)
+        return torch.cat([codes, own], dim=-1)
+
+    def decode(self, data: torch.Tensor, size: int, scale: torch.Tensor) -> torch.Tensor:
+        codes, own = data.split([self.code_bytes(size), self.scale_bytes(size)], dim=-1)
+        own = own.unflatten(-1, (4, -1)).transpose(-1, -2).flatten(-2)
+        return Nvfp4Codec().decode(torch.cat([codes, own], dim=-1), size, torch.ones_like(scale))
+
+
+class Fp8UnscaledCodec(Codec):
+    """The numbers, rounded to float8_e4m3fn as by `Fp8Codec` with a scale of one."""
+
+    granule: ClassVar[int] = 1
+    reads_layer_scale: ClassVar[bool] = False
+
+    def code_bytes(self, size: int) -> int:
+        return size
+
+    def scale_bytes(self, size: int) -> int:
+        return 0
+
+    def encode(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return _to_fp8(x.float(), torch.float8_e4m3fn).view(torch.uint8)
+
+    def decode(self, data: torch.Tensor, size: int, scale: torch.Tensor) -> torch.Tensor:
+        return data.contiguous().view(torch.float8_e4m3fn).float()
+
+
 def _to_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Saturating cast. The bare cast makes NaN or infinity of what is too large."""
     largest = torch.finfo(dtype).max

@@ -42,9 +42,11 @@ from attnkit.kvcache.codecs import (
     Fp8Codec,
     Fp8PerTokenHeadCodec,
     Fp8TileCodec,
+    Fp8UnscaledCodec,
     Int4PerTokenHeadCodec,
     Int8PerTokenHeadCodec,
     Nvfp4Codec,
+    Nvfp4LatentCodec,
 )
 from attnkit.kvcache.write import write_kv
 
@@ -76,6 +78,7 @@ class CacheFormat:
         mode: the same as `KVQuantMode`.
         codec: numbers to bytes and back; None: the elements are the numbers.
         value_codec: the same for V, where it is another.
+        scales_last: the scales beside K's codes lie behind V's codes, not before them.
     """
 
     name: str
@@ -83,6 +86,7 @@ class CacheFormat:
     mode: KVQuantMode
     codec: Codec | None
     value_codec: Codec | None
+    scales_last: bool = False
 
     @property
     def reads_layer_scales(self) -> bool:
@@ -121,13 +125,13 @@ class CacheFormat:
             k, v = head_size * self.dtype.itemsize, head_size_v * self.dtype.itemsize
             return ContentLayout(k_codes=0, k_scales=k, v_codes=k, v_scales=k + v, num_bytes=k + v)
         assert self.value_codec is not None
-        k_scales = self.codec.code_bytes(head_size)
-        v_codes = k_scales + self.codec.scale_bytes(head_size)
-        v_scales = v_codes + self.value_codec.code_bytes(head_size_v)
+        k_codes, k_scale = self.codec.code_bytes(head_size), self.codec.scale_bytes(head_size)
+        v_codes = self.value_codec.code_bytes(head_size_v)
+        v_scales = k_codes + k_scale + v_codes
         return ContentLayout(
             k_codes=0,
-            k_scales=k_scales,
-            v_codes=v_codes,
+            k_scales=k_codes + v_codes if self.scales_last else k_codes,
+            v_codes=k_codes if self.scales_last else k_codes + k_scale,
             v_scales=v_scales,
             num_bytes=v_scales + self.value_codec.scale_bytes(head_size_v),
         )
@@ -151,13 +155,17 @@ class CacheFormat:
         """
         if self.codec is None:
             return torch.cat([key, value], dim=-1).to(self.dtype or key.dtype)
-        self.layout(key.shape[-1], value.shape[-1])
+        layout = self.layout(key.shape[-1], value.shape[-1])
         num_kv_heads = key.shape[-2]
         k = self.codec.encode(key, _per_head("k_scale", k_scale, num_kv_heads))
         assert self.value_codec is not None
         v = self.value_codec.encode(value, _per_head("v_scale", v_scale, num_kv_heads))
         assert self.dtype is not None
-        return torch.cat([k, v], dim=-1).view(self.dtype)
+        parts = [k, v]
+        if self.scales_last:
+            codes = layout.v_codes
+            parts = [k[..., :codes], v, k[..., codes:]]
+        return torch.cat(parts, dim=-1).view(self.dtype)
 
     def decode(
         self,
@@ -186,7 +194,11 @@ class CacheFormat:
             return k.float(), v.float()
         layout = self.layout(head_size, head_size_v)
         data = self._bytes(contents, layout)
-        k, v = data.split([layout.v_codes, layout.num_bytes - layout.v_codes], dim=-1)
+        if self.scales_last:
+            v = data[..., layout.v_codes : layout.k_scales]
+            k = torch.cat([data[..., : layout.v_codes], data[..., layout.k_scales :]], dim=-1)
+        else:
+            k, v = data.split([layout.v_codes, layout.num_bytes - layout.v_codes], dim=-1)
         num_kv_heads = contents.shape[-2]
         assert self.value_codec is not None
         return (
@@ -316,10 +328,21 @@ def format_refusal(kv_cache_dtype: str | None, head_size: int) -> str | None:
     return cache_format(kv_cache_dtype).refusal(head_size, head_size)
 
 
-def _format(name: str, codec: Codec | None, value_codec: Codec | None = None) -> CacheFormat:
+def _format(
+    name: str,
+    codec: Codec | None,
+    value_codec: Codec | None = None,
+    *,
+    scales_last: bool = False,
+) -> CacheFormat:
     dtype, mode = CACHE_DTYPES[name]
     return CacheFormat(
-        name=name, dtype=dtype, mode=mode, codec=codec, value_codec=value_codec or codec
+        name=name,
+        dtype=dtype,
+        mode=mode,
+        codec=codec,
+        value_codec=value_codec or codec,
+        scales_last=scales_last,
     )
 
 
@@ -341,12 +364,17 @@ CACHE_FORMATS: dict[str, CacheFormat] = {
 }
 """Name -> format. Of `CACHE_DTYPES` only the formats of MLA latents are missing."""
 
+_NAMES_OF_BOTH = (
+    "auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2",
+    "int8_per_token_head", "fp8_per_token_head",
+)  # fmt: skip
+
 LATENT_FORMATS: dict[str, CacheFormat] = {
-    **{
-        name: CACHE_FORMATS[name]
-        for name in ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
-    },
+    **{name: CACHE_FORMATS[name] for name in _NAMES_OF_BOTH},
     "fp8_ds_mla": _format("fp8_ds_mla", Fp8TileCodec(), BFloat16Codec()),
+    "nvfp4_ds_mla": _format(
+        "nvfp4_ds_mla", Nvfp4LatentCodec(), Fp8UnscaledCodec(), scales_last=True
+    ),
 }
 """Name -> format of the rows [latent | rotated part] of MLA layers."""
 

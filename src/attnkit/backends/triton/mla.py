@@ -29,7 +29,6 @@ from attnkit.contract import (
     MLAAttentionImpl,
     MLADimensions,
 )
-from attnkit.kvcache.formats import LATENT_FORMATS
 from attnkit.mla.builder import MLAMetadataBuilder
 from attnkit.mla.layer import LatentLayer, format_refusal
 from attnkit.mla.plan import MLAMetadata
@@ -103,7 +102,9 @@ class TritonMLABackend(AttentionBackend):
     """Latents up to 512 on any GPU that Triton compiles for (sm_80 and later), or in its interpreter."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(LATENT_FORMATS)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [
+        "auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla",
+    ]  # fmt: skip
     forward_includes_kv_cache_update = False
     accept_output_buffer = True
 
