@@ -68,7 +68,7 @@ def enabled(llama: Any) -> Any:
     bridge.disable()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "bloom"])
 def test_generate_gives_the_same_tokens_and_leaves_no_trace(family):
     """Left-padded rows, greedy and with beams, by `enable` and by name; then eager again."""
     model = tiny_models.make_model(family)

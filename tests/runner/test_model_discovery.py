@@ -1,5 +1,6 @@
 """Layer facts of transformers families, and the refusal of models that cannot be packed."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from attnkit.errors import BackendError, ModelError
 from attnkit.runner import hook
 from attnkit.runner.discovery import discover_layers
 from attnkit.runner.model import PackedModel
+from attnkit.runner.takeover import probe
 from attnkit.runner.temperature import QueryTemperature
 
 transformers = pytest.importorskip("transformers")
@@ -48,7 +50,10 @@ MLA = {
 
 def tiny_model(family: str, **changes: Any) -> Any:
     torch.manual_seed(1)
-    config = transformers.AutoConfig.for_model(family, **{**BASE, **changes})
+    settings = {**BASE, **changes}
+    if family == "falcon":  # where it is a property
+        del settings["head_dim"]
+    config = transformers.AutoConfig.for_model(family, **settings)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -60,8 +65,6 @@ def tiny_model(family: str, **changes: Any) -> Any:
 
 
 def discover(model: Any, max_model_len: int = MAX_LEN) -> list[tuple[Any, ...]]:
-    hook.register()
-    model.set_attn_implementation(hook.PROBE)
     return [
         (
             fact.num_heads,
@@ -73,7 +76,7 @@ def discover(model: Any, max_model_len: int = MAX_LEN) -> list[tuple[Any, ...]]:
             fact.logits_soft_cap,
             fact.sinks is not None,
         )
-        for fact in discover_layers(model, max_model_len)
+        for fact in probe(model, max_model_len)
     ]
 
 
@@ -111,6 +114,9 @@ def discover(model: Any, max_model_len: int = MAX_LEN) -> list[tuple[Any, ...]]:
         ("mixtral", {"num_local_experts": 4}, [PLAIN, PLAIN]),
         ("nemotron", {}, [PLAIN, PLAIN]),  # hands no unknown arguments to its attention
         ("gpt2", {"n_positions": 256}, [(4, 4, 16, 16, 0.25, None, None, False)] * 2),
+        ("falcon", {"multi_query": True}, [(4, 1, *PLAIN[2:])] * 2),
+        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, [PLAIN, PLAIN]),
+        ("falcon", {"multi_query": False}, [(4, 4, *PLAIN[2:])] * 2),
         ("deepseek_v2", MLA, [(4, 4, 24, 16, round(24**-0.5, 6), None, None, False)] * 2),
     ],
 )
@@ -132,6 +138,21 @@ def test_a_window_as_long_as_the_model_is_no_window():
     assert discover(tiny_model("mistral", sliding_window=MAX_LEN)) == [PLAIN, PLAIN]
     window = (*PLAIN[:5], MAX_LEN - 1, None, False)
     assert discover(tiny_model("mistral", sliding_window=MAX_LEN - 1)) == [window, window]
+
+
+def test_bloom_has_a_slope_per_head_and_is_itself_again_afterwards():
+    model = tiny_model("bloom")
+    ids = torch.arange(20, 30)[None]
+    with torch.no_grad():
+        before = model(ids, use_cache=False).logits
+    packed = PackedModel(model, backend="reference")
+    assert [f.alibi_slopes for f in probe(model, MAX_LEN)] == [(2**-2, 2**-4, 2**-6, 2**-8)] * 2
+    packed.release()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        assert torch.equal(model(ids, use_cache=False).logits, before)
+        assert torch.equal(twin(ids, use_cache=False).logits, before)
+    assert "forward" not in vars(model.transformer.h[0].self_attention)
 
 
 LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 96, "no_rope_layers": [1, 0]}
@@ -188,7 +209,8 @@ def test_probing_leaves_no_trace_in_the_model():
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("bloom", {"n_head": 4, "n_layer": 2}, "BloomForCausalLM does not call"),
+        ("mpt", {"n_heads": 4, "n_layers": 2, "d_model": 64}, "MptForCausalLM does not call"),
+        ("falcon", {"alibi": True}, "FalconForCausalLM.*does not get its mask from"),
         ("diffllama", {}, r"DiffLlamaForCausalLM: .* more than once"),
         ("qwen3_next", {"num_hidden_layers": 4}, "Qwen3NextForCausalLM.*leak"),
         ("minimax", {}, "MiniMaxForCausalLM.*leak"),

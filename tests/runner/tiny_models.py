@@ -26,6 +26,9 @@ BASE = {
     "bos_token_id": 256,
     "eos_token_id": 257,
 }
+LEFT_OUT: Any = object()
+"""For a setting of `BASE` that a family does not have."""
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 9},
@@ -49,6 +52,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "intermediate_size_mlp": 96,
     },
+    "bloom": {"hidden_size": 64},
+    "falcon": {"hidden_size": 64, "head_dim": LEFT_OUT, "parallel_attn": True},  # one KV head
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "head_dim": 8,
@@ -75,6 +80,7 @@ def make_model(family: str = "llama", **changes: Any) -> Any:
     """A model with weights large enough that greedy choices are far from ties."""
     torch.manual_seed(1)
     settings = {**BASE, **FAMILIES.get(family, {}), **changes}
+    settings = {name: value for name, value in settings.items() if value is not LEFT_OUT}
     config = transformers.AutoConfig.for_model(family, **settings)
     # Eager attention is the one that applies everything a family asks for: sdpa of transformers 5.19
     # leaves gemma2's soft cap out.

@@ -24,10 +24,10 @@ from attnkit.runner.temperature import QueryTemperature, left_to_us
 # bookkeeping of transformers, and offsets that only its own varlen kernels read.
 _HARMLESS = frozenset(
     {
-        "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "position_embeddings",
-        "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",
-        "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
-        "deterministic", "cache_position", "layer_idx", "target_dtype", "implementation",
+        "scaling", "sliding_window", "softcap", "s_aux", "alibi_slopes", "position_ids",
+        "position_embeddings", "use_cache", "output_attentions", "output_hidden_states",
+        "output_router_logits", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
+        "max_length_k", "deterministic", "cache_position", "layer_idx", "target_dtype", "implementation",
     }
 )  # fmt: skip
 _NUM_PROBE_TOKENS = 6
@@ -45,6 +45,7 @@ class LayerFacts:
         attention_chunk_size: it sees those of its own chunk of positions alone; None: no chunks.
         logits_soft_cap: None: no cap.
         sinks: (num_heads,) or None.
+        alibi_slopes: one per query head; None: no ALiBi.
         dtype: of queries, which need not be that of the weights (they may be quantised).
         latent: its keys and values are expanded latents, which it may keep instead; None: no.
         temperature: what queries are scaled with by their position, which the layer must do in the
@@ -62,6 +63,7 @@ class LayerFacts:
     attention_chunk_size: int | None
     logits_soft_cap: float | None
     sinks: torch.Tensor | None
+    alibi_slopes: tuple[float, ...] | None
     dtype: torch.dtype
     latent: LatentFacts | None = None
     temperature: QueryTemperature | None = None
@@ -165,10 +167,10 @@ def discover_layers(
 def _latent(
     fact: LayerFacts, call: AttentionCall, expansions: dict[nn.Module, Expansion]
 ) -> LatentFacts | None:
-    """Layers over latents have no window, chunks, cap or sinks."""
+    """Layers over latents have no window, chunks, cap, sinks or ALiBi."""
     if fact.sliding_window or fact.attention_chunk_size or fact.logits_soft_cap:
         return None
-    if fact.sinks is not None:
+    if fact.sinks is not None or fact.alibi_slopes is not None:
         return None
     return latent_facts(call.module, expansions.get(call.module), call.key, call.value)
 
@@ -280,7 +282,7 @@ def layer_facts(
     reach = _reach(where, call, max_model_len, reaches, encoder)
     scale = options.get("scaling")
     num_heads, head_size = call.query.shape[1], call.query.shape[3]
-    sinks = options.get("s_aux")
+    sinks, slopes = options.get("s_aux"), options.get("alibi_slopes")
     return LayerFacts(
         name=name,
         module=call.module,
@@ -293,6 +295,7 @@ def layer_facts(
         attention_chunk_size=reach.chunk_size,
         logits_soft_cap=options.get("softcap") or None,
         sinks=None if sinks is None else sinks.detach(),
+        alibi_slopes=None if slopes is None else tuple(slopes.tolist()),
         dtype=call.query.dtype,
     )
 

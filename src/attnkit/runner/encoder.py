@@ -71,6 +71,7 @@ class EncoderModel:
                     sliding_window=fact.sliding_window,
                     logits_soft_cap=fact.logits_soft_cap,
                     sinks=fact.sinks,
+                    alibi_slopes=fact.alibi_slopes,
                     head_size_v=fact.head_size_v,
                     attn_type=AttentionType.ENCODER_ONLY,
                     dtype=fact.dtype,

@@ -97,8 +97,8 @@ def register() -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(RUN, run_attention)
-    AttentionInterface.register(PROBE, probe_attention)
+    for name, function in FUNCTIONS.items():
+        AttentionInterface.register(name, function)
     AttentionMaskInterface.register(PROBE, tagged_mask)
 
 
@@ -175,6 +175,10 @@ def probe_attention(
     """Hand a layer's call to the recorder."""
     recorder = _RECORDER.get()
     return recorder.attention(module, query, key, value, attention_mask, options), None
+
+
+FUNCTIONS = {RUN: run_attention, PROBE: probe_attention}
+"""What each name stands for."""
 
 
 class TaggedMask(torch.Tensor):

@@ -143,7 +143,7 @@ class PackedModel:
         """Give the model its former attention back."""
         for module in self._modules.values():
             hook.detach(module)
-        restore_attention(self._previous)
+        restore_attention(self.model, self._previous)
 
     def _build(
         self,
@@ -280,6 +280,7 @@ class PackedModel:
             fact.head_size,
             fact.scale,
             fact.num_kv_heads,
+            alibi_slopes=fact.alibi_slopes,
             sliding_window=fact.sliding_window,
             attention_chunk_size=fact.attention_chunk_size,
             logits_soft_cap=fact.logits_soft_cap,

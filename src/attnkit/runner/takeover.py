@@ -12,7 +12,7 @@ from typing import Any
 
 from attnkit.errors import ModelError
 from attnkit.paged_layer import PagedLayer
-from attnkit.runner import hook
+from attnkit.runner import hook, older_models
 from attnkit.runner.discovery import LayerFacts, discover_layers
 
 
@@ -28,7 +28,10 @@ def probe(model: Any, max_model_len: int, *, encoder: bool = False) -> tuple[Lay
 
 
 def set_attention(model: Any, name: str) -> None:
-    """Let the model call the attention function registered as `name`."""
+    """Let the model call the attention function registered as `name`, one of `hook.FUNCTIONS`."""
+    if older_models.call_function(model, hook.FUNCTIONS[name]):
+        model.config._attn_implementation = name  # of which its masks depend
+        return
     try:
         model.set_attn_implementation(name)
     except (AttributeError, ValueError) as error:
@@ -44,8 +47,9 @@ def attention_names(model: Any) -> list[tuple[Any, Any]]:
     return [(c, c._attn_implementation) for c in configs if hasattr(c, "_attn_implementation")]
 
 
-def restore_attention(names: list[tuple[Any, Any]]) -> None:
+def restore_attention(model: Any, names: list[tuple[Any, Any]]) -> None:
     """Undo `set_attention`, given what `attention_names` said before."""
+    older_models.call_own(model)
     for config, name in names:
         config._attn_implementation = name
 
@@ -57,7 +61,7 @@ def left_alone_on_error(model: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        restore_attention(names)
+        restore_attention(model, names)
         raise
 
 

@@ -226,6 +226,7 @@ def _make_layer(call: AttentionCall) -> Attention:
         "sliding_window": fact.sliding_window,
         "logits_soft_cap": fact.logits_soft_cap,
         "sinks": fact.sinks,
+        "alibi_slopes": fact.alibi_slopes,
         "head_size_v": fact.head_size_v,
         "dtype": fact.dtype,
         "device": call.query.device,
