@@ -12,7 +12,6 @@ those it hides by 0, and 0 * NaN is NaN. Pages left of a window may hold anythin
 from __future__ import annotations
 
 import importlib
-import math
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
@@ -20,28 +19,22 @@ from typing import Any, ClassVar
 import torch
 
 from attnkit.backends.libraries import (
+    LibraryImpl,
     expect_causal,
-    expect_plain_decoder,
     is_installed,
-    join_sinks,
     plain_cache_refusal,
     token_pages,
     without_keys_minus_infinity,
 )
 from attnkit.contract import (
     AttentionBackend,
-    AttentionImpl,
-    AttentionLayer,
     AttentionMetadata,
     AttentionMetadataBuilder,
-    AttentionType,
-    AttentionVariant,
     CommonAttentionMetadata,
     DeviceCapability,
     KVCacheSpec,
     MultipleOf,
 )
-from attnkit.kvcache.formats import cache_format
 
 HOPPER = "flash_attn_interface"
 VLLM = "vllm.vllm_flash_attn.flash_attn_interface"
@@ -289,95 +282,34 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         )
 
 
-class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
+class FlashAttnImpl(LibraryImpl[FlashAttnMetadata]):
     """One layer."""
 
-    can_return_lse_for_decode = True
+    backend_name = "flash_attn"
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = scale
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.kv_cache_dtype = kv_cache_dtype
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.variant = AttentionVariant.from_impl_args(
-            num_heads=num_heads,
-            scale=scale,
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=attn_type,
-            sinks=sinks,
-        )
-        expect_plain_decoder(self.variant, "flash_attn")
-        name = flash_attention_module()
-        # A build that is there and breaks raises its own error here.
-        self._module = importlib.import_module(name or HOPPER)
+    def load_library(self) -> ModuleType:
+        return importlib.import_module(flash_attention_module() or HOPPER)
 
-    def do_kv_cache_update(
+    def attend(
         self,
-        layer: AttentionLayer,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """Write this step's K and V; slot -1 writes nothing."""
-        stored = cache_format(self.kv_cache_dtype)
-        stored.write(key, value, kv_cache, slot_mapping, layer._k_scale, layer._v_scale)
-
-    def forward(
-        self,
-        layer: AttentionLayer,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: FlashAttnMetadata,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attend over the cache."""
-        if attn_metadata is None:
-            return output.zero_()
-        plan, variant = attn_metadata, self.variant
-        lse = query.new_full((plan.num_tokens, self.num_heads), -math.inf, dtype=torch.float32)
-        if plan.num_tokens:
-            sinks = variant.sinks
-            want_lse = self.need_to_return_lse_for_decode or sinks is not None
-            out, raw_lse = attend_pages(
-                self._module,
-                query[: plan.num_tokens],
-                *token_pages(kv_cache, self.head_size),
-                query_start_loc=plan.query_start_loc,
-                seq_lens=plan.seq_lens,
-                block_table=plan.block_table,
-                max_query_len=plan.max_query_len,
-                max_seq_len=plan.max_seq_len,
-                scale=self.scale,
-                soft_cap=variant.logits_soft_cap,
-                want_lse=want_lse,
-                key_start_loc=plan.key_start_loc,
-            )
-            if raw_lse is not None:
-                lse = without_keys_minus_infinity(raw_lse.T)
-            if sinks is not None:
-                out, lse = join_sinks(out, lse, sinks.to(out.device))
-            output[: plan.num_tokens] = out.to(output.dtype)
-        return (output, lse) if self.need_to_return_lse_for_decode else output
+        plan: FlashAttnMetadata,
+        *,
+        want_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out, lse = attend_pages(
+            self._library,
+            query,
+            *token_pages(kv_cache, self.head_size),
+            query_start_loc=plan.query_start_loc,
+            seq_lens=plan.seq_lens,
+            block_table=plan.block_table,
+            max_query_len=plan.max_query_len,
+            max_seq_len=plan.max_seq_len,
+            scale=self.scale,
+            soft_cap=self.variant.logits_soft_cap,
+            want_lse=want_lse,
+            key_start_loc=plan.key_start_loc,
+        )
+        return out, None if lse is None else without_keys_minus_infinity(lse.T)

@@ -19,28 +19,22 @@ from typing import Any, ClassVar
 import torch
 
 from attnkit.backends.libraries import (
+    LibraryImpl,
     expect_causal,
-    expect_plain_decoder,
     is_installed,
-    join_sinks,
     natural_from_base_2,
     plain_cache_refusal,
     token_pages,
 )
 from attnkit.contract import (
     AttentionBackend,
-    AttentionImpl,
-    AttentionLayer,
     AttentionMetadata,
     AttentionMetadataBuilder,
-    AttentionType,
-    AttentionVariant,
     CommonAttentionMetadata,
     DeviceCapability,
     KVCacheSpec,
     MultipleOf,
 )
-from attnkit.kvcache.formats import cache_format
 
 MODULE = "flashinfer"
 _WORKSPACE_BYTES = 512 << 20
@@ -314,86 +308,34 @@ def _blind_rows(
     return torch.cat(rows).to(device, non_blocking=True)
 
 
-class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
+class FlashInferImpl(LibraryImpl[FlashInferMetadata]):
     """One layer."""
 
-    can_return_lse_for_decode = True
+    backend_name = "flashinfer"
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = scale
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.kv_cache_dtype = kv_cache_dtype
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.variant = AttentionVariant.from_impl_args(
-            num_heads=num_heads,
-            scale=scale,
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=attn_type,
-            sinks=sinks,
-        )
-        expect_plain_decoder(self.variant, "flashinfer")
+    def load_library(self) -> ModuleType:
+        return importlib.import_module(MODULE)
 
-    def do_kv_cache_update(
+    def attend(
         self,
-        layer: AttentionLayer,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """Write this step's K and V; slot -1 writes nothing."""
-        stored = cache_format(self.kv_cache_dtype)
-        stored.write(key, value, kv_cache, slot_mapping, layer._k_scale, layer._v_scale)
-
-    def forward(
-        self,
-        layer: AttentionLayer,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: FlashInferMetadata,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attend over the cache."""
-        if attn_metadata is None:
-            return output.zero_()
-        plan, sinks = attn_metadata, self.variant.sinks
-        lse = query.new_full((plan.num_tokens, self.num_heads), -math.inf, dtype=torch.float32)
-        if plan.num_tokens:
-            rows, pages = query[: plan.num_tokens], token_pages(kv_cache, self.head_size)
-            wrapper = self._planned(plan, query.dtype, kv_cache.dtype)
-            if self.need_to_return_lse_for_decode or sinks is not None:
-                out, base_2 = wrapper.run(rows, pages, return_lse=True)
-                lse = natural_from_base_2(base_2)
-            else:
-                out = wrapper.run(rows, pages)
-            if plan.blind is not None:
-                out[plan.blind], lse[plan.blind] = 0, -math.inf
-            if sinks is not None:
-                out, lse = join_sinks(out, lse, sinks.to(out.device))
-            output[: plan.num_tokens] = out.to(output.dtype)
-        return (output, lse) if self.need_to_return_lse_for_decode else output
+        plan: FlashInferMetadata,
+        *,
+        want_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        wrapper = self._planned(plan, query.dtype, kv_cache.dtype)
+        pages, lse = token_pages(kv_cache, self.head_size), None
+        if want_lse:
+            out, base_2 = wrapper.run(query, pages, return_lse=True)
+            lse = natural_from_base_2(base_2)
+        else:
+            out = wrapper.run(query, pages)
+        if plan.blind is not None:
+            out[plan.blind] = 0
+            if lse is not None:
+                lse[plan.blind] = -math.inf
+        return out, lse
 
     def _planned(self, plan: FlashInferMetadata, dtype: torch.dtype, kv_dtype: torch.dtype) -> Any:
         """The wrapper for layers like this one, planned by the first of them."""

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from abc import abstractmethod
 from pathlib import Path
+from types import ModuleType
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
-from attnkit.contract import AttentionType, AttentionVariant, CommonAttentionMetadata
+from attnkit.contract import (
+    AttentionImpl,
+    AttentionLayer,
+    AttentionType,
+    AttentionVariant,
+    CommonAttentionMetadata,
+)
 from attnkit.errors import BatchError, UnsupportedConfiguration
+from attnkit.kvcache.formats import cache_format
 
 
 def is_installed(module: str) -> bool:
@@ -97,3 +107,117 @@ def join_sinks(
     total = torch.logaddexp(lse, sinks.float())
     share = torch.where(torch.isinf(lse), 0.0, torch.exp(lse - total))
     return out.float() * share[..., None], total
+
+
+class LibraryPlan(Protocol):
+    """What a library's plan of a batch has."""
+
+    num_tokens: int
+
+
+PlanT = TypeVar("PlanT", bound=LibraryPlan)
+
+
+class LibraryImpl(AttentionImpl[PlanT]):
+    """One layer of a plain decoder: a library attends over our pages, the rest is ours.
+
+    Attributes:
+        backend_name: as errors call it.
+    """
+
+    backend_name: ClassVar[str]
+    can_return_lse_for_decode = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.variant = AttentionVariant.from_impl_args(
+            num_heads=num_heads,
+            scale=scale,
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=attn_type,
+            sinks=sinks,
+        )
+        expect_plain_decoder(self.variant, self.backend_name)
+        self._library = self.load_library()
+
+    @abstractmethod
+    def load_library(self) -> ModuleType:
+        """Import what `attend` calls. A build that is there and breaks raises its own error here."""
+
+    @abstractmethod
+    def attend(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, plan: PlanT, *, want_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Call the library, at least one query token given.
+
+        Returns:
+            Output (num_tokens, num_heads, head_size), and, if wanted, the natural LSE, float32
+            (num_tokens, num_heads), minus infinity where a row sees no key. Sinks have no part in it.
+        """
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write this step's K and V; slot -1 writes nothing."""
+        stored = cache_format(self.kv_cache_dtype)
+        stored.write(key, value, kv_cache, slot_mapping, layer._k_scale, layer._v_scale)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PlanT,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend over the cache."""
+        if attn_metadata is None:
+            return output.zero_()
+        num_tokens, sinks = attn_metadata.num_tokens, self.variant.sinks
+        want_lse = self.need_to_return_lse_for_decode
+        lse = None
+        if num_tokens:
+            out, lse = self.attend(
+                query[:num_tokens],
+                kv_cache,
+                attn_metadata,
+                want_lse=want_lse or sinks is not None,
+            )
+            if sinks is not None:
+                assert lse is not None, "it was wanted"
+                out, lse = join_sinks(out, lse, sinks.to(out.device))
+            output[:num_tokens] = out.to(output.dtype)
+        if not want_lse:
+            return output
+        none = query.new_empty((0, self.num_heads), dtype=torch.float32)
+        return output, none if lse is None else lse
