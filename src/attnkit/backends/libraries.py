@@ -112,7 +112,10 @@ def join_sinks(
 class LibraryPlan(Protocol):
     """What a library's plan of a batch has."""
 
-    num_tokens: int
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the batch."""
+        ...
 
 
 PlanT = TypeVar("PlanT", bound=LibraryPlan)

@@ -4,6 +4,9 @@ In: packed keys and values and the slot of each token. Out: the cache, numbers o
 writes nothing. Device code, in plain Triton; `launch.write_call` starts it.
 """
 
+# The types of device code are Triton's: a literal is a constexpr.
+# pyright: reportArgumentType=false
+
 import triton
 import triton.language as tl
 
