@@ -1,9 +1,9 @@
 /* Attention over a paged KV cache.
  *
  * In: one batch (lengths, block table), one layer (heads, mask, score), pointers and strides.
- * Out: attention rows in `out`, log-sum-exps in `lse`. `launch.py` is the only caller and mirrors
- * the structs `batch` and `layer`. The same code does decodes, verifies, prompts and encoders: only
- * the number of rows differs.
+ * Out: attention rows in `out`, log-sum-exps in `lse`. `launch.py` is the only caller; `operands.py`
+ * mirrors the structs `batch` and `layer`. The same code does decodes, verifies, prompts and encoders:
+ * only the number of rows differs.
  *
  * How: a unit is (request, KV head, up to MAX_ROWS query rows: the heads of a group and the tokens
  * of a query are rows of one small matrix). Its keys are cut at multiples of SPLIT_KEYS, so where a

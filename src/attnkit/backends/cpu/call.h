@@ -1,5 +1,5 @@
 /* What the calls of the host have in common: how they end, where a tensor lies, how a quantised
- * cache stores numbers, whose threads run them. `launch.py` mirrors the structs. */
+ * cache stores numbers, whose threads run them. `operands.py` mirrors the structs. */
 #ifndef ATTNKIT_CALL_H
 #define ATTNKIT_CALL_H
 

@@ -1,6 +1,6 @@
 /* Which keys a query sees, and where the keys of a request are cut.
  *
- * In: a batch and a layer (`launch.py` mirrors both structs). Out: per query one span of keys and, of
+ * In: a batch and a layer (`operands.py` mirrors both structs). Out: per query one span of keys and, of
  * requests with a prefix that no window hides, what lies below it; and cuts at multiples of
  * SPLIT_KEYS that leave out the gap between the two. */
 #ifndef ATTNKIT_VISIBLE_H
