@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from attnkit import LLM
 from attnkit.errors import ConfigurationError, ModelError
 from attnkit.runner import checkpoint
 from attnkit.runner.checkpoint import cache_dir, resolve_checkpoint
@@ -213,6 +214,21 @@ def test_a_directory_is_taken_as_it_is_and_an_empty_one_refused(cache, tmp_path)
     found = resolve_checkpoint(tmp_path / "model")
     assert found.path == tmp_path / "model"
     assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("t5", r"an encoder-decoder \(t5\), whose cross attention"),
+        ("bart", r"an encoder-decoder \(bart\)"),
+        ("whisper", r"an encoder-decoder \(whisper\)"),
+        ("paligemma", r"of type paligemma.*in both directions"),
+    ],
+)
+def test_a_model_that_is_no_decoder_is_refused_before_its_weights_are_read(tmp_path, kind, message):
+    transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=message):
+        LLM(tmp_path)
 
 
 def test_a_file_of_another_kind_is_refused(cache, tmp_path):

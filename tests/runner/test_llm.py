@@ -50,6 +50,24 @@ def test_greedy_tokens_of_a_family_are_those_of_transformers(family, backend, tm
     assert llm.stats.num_used_blocks == 0
 
 
+def test_a_model_that_also_sees_images_continues_text(tmp_path):
+    text = {**tiny_models.BASE, **tiny_models.FAMILIES["gemma3_text"]}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "image_size": 16, "patch_size": 8}  # fmt: skip
+    model = tiny_models.make_model(
+        "gemma3",
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=300,
+    )
+    model.save_pretrained(tmp_path)
+    prompts = some_prompts(3, seed=5)
+    llm = make_llm(tmp_path, max_num_batched_tokens=5, backend="cpu")
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert tokens(outputs) == [tiny_models.greedy(model, p, 8) for p in prompts]
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_greedy_tokens_on_triton_are_those_of_transformers(family, tmp_path):
     pytest.importorskip("triton")

@@ -33,10 +33,11 @@ def load_model(
 
     Raises:
         ConfigurationError: the dtype is not known.
-        ModelError: transformers cannot load it, or weights are missing.
+        ModelError: it is no decoder, transformers cannot load it, or weights are missing.
     """
     import transformers
 
+    _check_is_decoder(checkpoint)
     kind = "a causal language model"
     return _load(transformers.AutoModelForCausalLM, kind, checkpoint, dtype, device)
 
@@ -117,21 +118,44 @@ def _dtype(checkpoint: Checkpoint, dtype: str | torch.dtype, device: torch.devic
         if dtype not in DTYPES.values():
             raise ConfigurationError(f"dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
         return dtype
-    import transformers
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(checkpoint.source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"{checkpoint.source} has a configuration that transformers {transformers.__version__} "
-            f"cannot read: {error}; give another model, or a newer transformers"
-        ) from error
+    config = _config(checkpoint)
     own: Any = config.get_text_config().dtype or config.dtype
     if isinstance(own, str):
         own = DTYPES.get(own)
     if own is torch.bfloat16 or (own is torch.float16 and device.type != "cpu"):
         return own
     return torch.float32
+
+
+def _config(checkpoint: Checkpoint) -> Any:
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(checkpoint.source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"{checkpoint.source} has a configuration that transformers {transformers.__version__} "
+            f"cannot read: {error}; give another model, or a newer transformers"
+        ) from error
+
+
+def _check_is_decoder(checkpoint: Checkpoint) -> None:
+    """Refuse what transformers would load in part (BART without its encoder), or not at all."""
+    import transformers
+
+    config = _config(checkpoint)
+    if config.is_encoder_decoder:
+        raise ModelError(
+            f"{checkpoint.source} is an encoder-decoder ({config.model_type}), whose cross attention "
+            "attnkit's runner does not drive; give a decoder, or build layers with "
+            "attn_type='encoder_decoder' for an engine of your own"
+        )
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"{checkpoint.source} is of type {config.model_type}, of which transformers "
+            f"{transformers.__version__} has no causal language model (it may see its prompt in both "
+            "directions, or have no head); give a decoder, or an encoder to attnkit.Embedder"
+        )
 
 
 @contextmanager
