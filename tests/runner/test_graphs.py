@@ -54,9 +54,17 @@ def generate(model: Any, **settings: Any) -> tuple[Engine, list[list[int]]]:
     return engine, [entry.request.output_token_ids for entry in entries]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-def test_replayed_steps_give_the_tokens_of_eager_ones(family: str) -> None:
-    model = tiny_models.make_model(family)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("gemma2", {}),
+        ("gpt_oss", {}),
+        ("llama4_text", {"attention_chunk_size": None}),  # scales queries by positions of the step
+    ],
+)
+def test_replayed_steps_give_the_tokens_of_eager_ones(family: str, changes: dict[str, Any]) -> None:
+    model = tiny_models.make_model(family, **changes)
     _, expected = generate(model, backend="reference")
     assert [len(tokens) for tokens in expected] == list(LENGTHS)
     engine, tokens = generate(model, recorder=GraphSimulator())
