@@ -184,6 +184,10 @@ GOOD: dict[str, Any] = {
             {"mm_req_doc_ranges": {1: [(7, 9), (0, 3), (3, 6)]}},
             r"row 1: \(0, 3\) and \(3, 6\) overlap",
         ),
+        (
+            {"causal": [True, False]},
+            r"causal is \[True, False\]; give a bool, or one torch.bool",
+        ),
         ({"tree_parents": {2: [-1]}}, "names request 2; the batch has 2 of them"),
         ({"tree_parents": {0: [-1]}}, "request 0 has 1 entries for 2 new tokens"),
         ({"tree_parents": {0: [-1, 1]}}, "token 1 of a tree has parent 1; give an earlier token"),

@@ -836,3 +836,10 @@ def test_scales_follow_the_protocol() -> None:
         assert getattr(layer, name).tolist() == getattr(layer, f"{name}_float") == 1.0
     assert layer._prob_scale.tolist() == 1.0
     assert not list(layer.parameters())
+
+
+def test_a_batch_of_blocks_of_another_size_is_refused() -> None:
+    """Its slots would be other pages than the layer's, the null block among them."""
+    layer = Attention(4, 32, num_kv_heads=2, block_size=16)
+    with pytest.raises(BatchError, match="blocks of 4 tokens, the layer has blocks of 16"):
+        layer.build(make_batch([5], [5], [[1, 2]], 4))

@@ -84,13 +84,15 @@ def make_batch(
                 f"is_prefilling has shape {prefilling.shape}; give one bool for each of the "
                 f"{num_reqs} requests"
             )
-    if isinstance(causal, torch.Tensor) and (
-        causal.shape != (num_reqs,) or causal.dtype != torch.bool
-    ):
-        raise BatchError(
-            f"causal is a tensor of shape {tuple(causal.shape)} and {causal.dtype}; give a bool, or "
-            f"one torch.bool for each of the {num_reqs} requests"
-        )
+    if not isinstance(causal, bool):
+        given = repr(causal)
+        if isinstance(causal, torch.Tensor):
+            given = f"a tensor of shape {tuple(causal.shape)} and {causal.dtype}"
+        if given == repr(causal) or causal.shape != (num_reqs,) or causal.dtype != torch.bool:
+            raise BatchError(
+                f"causal is {given}; give a bool, or one torch.bool for each of the {num_reqs} "
+                "requests in a tensor"
+            )
 
     ranges = None
     if mm_req_doc_ranges is not None:
@@ -128,6 +130,7 @@ def make_batch(
         is_prefilling=torch.from_numpy(prefilling & (queries > 0)),
         seq_lens_cpu_upper_bound=host[lens],
         mm_req_doc_ranges=ranges,
+        block_size=block_size,
         rswa_prefix_lens=None if prefixes_of is None else moved[prefixes_of],
         tree_mask=None if words_of is None else moved[words_of],
     )

@@ -20,6 +20,7 @@ from attnkit.contract import (
     AttentionBackend,
     AttentionSpec,
     AttentionType,
+    CommonAttentionMetadata,
     DeviceCapability,
     MLAAttentionImpl,
     MLAAttentionSpec,
@@ -179,6 +180,14 @@ class MLAAttention(PagedLayer):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, {self.dimensions}, backend={self.selection.name}"
+
+    def _check_masks(self, batch: CommonAttentionMetadata) -> None:
+        if batch.causal is not True:
+            raise BatchError(
+                f"the batch has causal={batch.causal}, and layers over latents are causal decoders; "
+                "leave causal out"
+            )
+        super()._check_masks(batch)
 
     def get_kv_cache_spec(self, block_size: int | None = None) -> AttentionSpec:
         """What this layer keeps in the cache.

@@ -177,7 +177,7 @@ class PagedLayer(nn.Module):
                 dtypes than `CommonAttentionMetadata` says; or it has a mask that the layer was not
                 built for.
         """
-        _check_batch(common_attn_metadata)
+        _check_batch(common_attn_metadata, self.block_size)
         self._check_masks(common_attn_metadata)
         if self._builder is None:
             self._builder = self.make_builder()
@@ -301,8 +301,13 @@ def _host_scale(scale: torch.Tensor) -> float:
     return float(scale) if scale.dim() == 0 else math.nan
 
 
-def _check_batch(batch: CommonAttentionMetadata) -> None:
-    """Shapes and dtypes only: nothing waits for the device."""
+def _check_batch(batch: CommonAttentionMetadata, block_size: int) -> None:
+    """Shapes, dtypes and the page size only: nothing waits for the device."""
+    if batch.block_size not in (None, block_size):
+        raise BatchError(
+            f"the batch speaks of blocks of {batch.block_size} tokens, the layer has blocks of "
+            f"{block_size}; make both with the same block_size"
+        )
     num_tokens = int(batch.query_start_loc_cpu[-1])
     for name, needed, dtype in (
         ("slot_mapping", num_tokens, torch.int64),

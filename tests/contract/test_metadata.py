@@ -52,6 +52,7 @@ def _full() -> CommonAttentionMetadata:
         rswa_prefix_lens=per_req(70),
         replayssm_decode_base_cpu=per_req(80),
         tree_mask=torch.arange(300, 300 + NUM_TOKENS),
+        block_size=16,
     )
 
 

@@ -126,6 +126,9 @@ class CommonAttentionMetadata:
     """int64 (T,): bit j of a token's word says that it sees its request's j-th token of this step,
     whatever `causal` says; the context before the step is seen by all. A request whose words are 0 is no
     tree. None: no request is."""
+    block_size: int | None = field(default=None, kw_only=True)
+    """Tokens in a block of `block_table_tensor` and `slot_mapping`; layers with others refuse the batch.
+    None: whoever made it does not say."""
 
     _num_computed_tokens_cache: torch.Tensor | None = None
     _token_to_req_indices_cache: torch.Tensor | None = None
