@@ -84,15 +84,18 @@ def make_batch(
                 f"is_prefilling has shape {prefilling.shape}; give one bool for each of the "
                 f"{num_reqs} requests"
             )
-    if not isinstance(causal, bool):
-        given = repr(causal)
-        if isinstance(causal, torch.Tensor):
-            given = f"a tensor of shape {tuple(causal.shape)} and {causal.dtype}"
-        if given == repr(causal) or causal.shape != (num_reqs,) or causal.dtype != torch.bool:
-            raise BatchError(
-                f"causal is {given}; give a bool, or one torch.bool for each of the {num_reqs} "
-                "requests in a tensor"
-            )
+    given = causal
+    if isinstance(causal, torch.Tensor):
+        # Its numbers stay where they are: nothing waits for the device.
+        given = f"a tensor of shape {tuple(causal.shape)} and {causal.dtype}"
+        fits = causal.shape == (num_reqs,) and causal.dtype == torch.bool
+    else:
+        fits = isinstance(causal, bool)
+    if not fits:
+        raise BatchError(
+            f"causal is {given}; give a bool, or one torch.bool for each of the {num_reqs} requests "
+            "in a tensor"
+        )
 
     ranges = None
     if mm_req_doc_ranges is not None:

@@ -14,20 +14,19 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from attnkit.backends.libraries import (
+    LibraryBackend,
     LibraryImpl,
     expect_causal,
     is_installed,
-    plain_cache_refusal,
     token_pages,
     without_keys_minus_infinity,
 )
 from attnkit.contract import (
-    AttentionBackend,
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
@@ -130,13 +129,8 @@ def attend_pages(
     return (answer[0], answer[1]) if want_lse else (answer, None)
 
 
-class FlashAttnBackend(AttentionBackend):
+class FlashAttnBackend(LibraryBackend):
     """Causal decoders in 16 bits, as FlashAttention does them."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
-    forward_includes_kv_cache_update = False
-    accept_output_buffer = True
 
     @staticmethod
     def get_name() -> str:
@@ -180,34 +174,6 @@ class FlashAttnBackend(AttentionBackend):
         if cls.version() == 3:
             return tuple(capability[:2]) == (9, 0)
         return capability >= DeviceCapability(8, 0)
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: DeviceCapability,
-    ) -> str | None:
-        return plain_cache_refusal(kv_cache_dtype, dtype)
-
-    @classmethod
-    def supports_logits_soft_cap(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        # The library takes the longest query, or all lengths, from the host.
-        return False
 
     @classmethod
     def estimate_cost(cls, request: Any) -> float:

@@ -14,20 +14,19 @@ import importlib
 import math
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from attnkit.backends.libraries import (
+    LibraryBackend,
     LibraryImpl,
     expect_causal,
     is_installed,
     natural_from_base_2,
-    plain_cache_refusal,
     token_pages,
 )
 from attnkit.contract import (
-    AttentionBackend,
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
@@ -40,13 +39,8 @@ MODULE = "flashinfer"
 _WORKSPACE_BYTES = 512 << 20
 
 
-class FlashInferBackend(AttentionBackend):
+class FlashInferBackend(LibraryBackend):
     """Causal decoders in 16 bits, as FlashInfer does them."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
-    forward_includes_kv_cache_update = False
-    accept_output_buffer = True
 
     @staticmethod
     def get_name() -> str:
@@ -81,34 +75,6 @@ class FlashInferBackend(AttentionBackend):
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
         return capability.platform == "cuda" and capability >= DeviceCapability(8, 0)
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: DeviceCapability,
-    ) -> str | None:
-        return plain_cache_refusal(kv_cache_dtype, dtype)
-
-    @classmethod
-    def supports_logits_soft_cap(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        # The library takes the longest query, or all lengths, from the host.
-        return False
 
     @classmethod
     def estimate_cost(cls, request: Any) -> float:

@@ -16,11 +16,13 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 
 from attnkit.contract import (
+    AttentionBackend,
     AttentionImpl,
     AttentionLayer,
     AttentionType,
     AttentionVariant,
     CommonAttentionMetadata,
+    DeviceCapability,
 )
 from attnkit.errors import BatchError, UnsupportedConfiguration
 from attnkit.kvcache.formats import cache_format
@@ -107,6 +109,44 @@ def join_sinks(
     total = torch.logaddexp(lse, sinks.float())
     share = torch.where(torch.isinf(lse), 0.0, torch.exp(lse - total))
     return out.float() * share[..., None], total
+
+
+class LibraryBackend(AttentionBackend):
+    """What selection hears of every such library: 16 bits, plain caches, soft caps, and sinks, which we
+    add."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    forward_includes_kv_cache_update = False
+    accept_output_buffer = True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: DeviceCapability,
+    ) -> str | None:
+        return plain_cache_refusal(kv_cache_dtype, dtype)
+
+    @classmethod
+    def supports_logits_soft_cap(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        # The library takes the longest query, or all lengths, from the host.
+        return False
 
 
 class LibraryPlan(Protocol):

@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from attnkit.backends.hopper.launch import Operands
-
 from attnkit.backends.hopper.config import ScoreConfig
 from attnkit.backends.hopper.plan import Geometry, HopperMetadata, PrefillPlan
 from attnkit.backends.hopper.tuning import (
@@ -30,6 +27,9 @@ from attnkit.backends.stored import Stored
 from attnkit.contract import AttentionImpl, AttentionLayer, AttentionType, AttentionVariant
 from attnkit.errors import BatchError, CacheError, UnsupportedConfiguration
 from attnkit.kvcache.formats import cache_format
+
+if TYPE_CHECKING:
+    from attnkit.backends.hopper.launch import Operands
 
 _NO_WINDOW = 1 << 29
 """From here on a window is longer than any request, and sums with it would leave int32."""
