@@ -18,14 +18,13 @@ from attnkit.contract import (
     AttentionBackend,
     AttentionLayer,
     AttentionMetadataBuilder,
-    MLAAttentionImpl,
     MLADimensions,
 )
 from attnkit.kvcache.formats import LATENT_FORMATS, latent_format
 from attnkit.mla.builder import MLAMetadataBuilder
-from attnkit.mla.layer import LatentLayer, format_refusal
+from attnkit.mla.impl import LatentImpl
+from attnkit.mla.layer import format_refusal
 from attnkit.mla.plan import ContextChunk, MLAMetadata, PrefillPart
-from attnkit.mla.prefill import attend_prefill
 from attnkit.mla.prefill_backend import MLAPrefillBackend
 
 
@@ -65,48 +64,53 @@ class ReferenceMLABackend(AttentionBackend):
         return 1000.0
 
 
-class ReferenceMLAImpl(MLAAttentionImpl[MLAMetadata]):
+class ReferenceMLAPrefill(MLAPrefillBackend):
+    """A row at a time."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "reference"
+
+    def run_prefill_new_tokens(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: PrefillPart,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        starts = plan.query_start_loc.tolist()
+        for start, end in itertools.pairwise(starts):
+            for row in range(start, end):
+                seen = slice(start, row + 1)
+                output[row], lse[row] = _attend_row(query[row], key[seen], value[seen], self.scale)
+
+    def run_prefill_context_chunk(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        chunk: ContextChunk,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        starts = chunk.query_start_loc.tolist()
+        for request, kv_len in enumerate(chunk.kv_lens.tolist()):
+            pages = chunk.block_table[request, : -(-kv_len // key.shape[1])].long()
+            keys, values = (x[pages].flatten(0, 1)[:kv_len] for x in (key, value))
+            for row in range(starts[request], starts[request + 1]):
+                output[row], lse[row] = _attend_row(query[row], keys, values, self.scale)
+
+
+class ReferenceMLAImpl(LatentImpl[MLAMetadata]):
     """One layer, row by row. Reads lengths from the device on every call, so it cannot be captured."""
 
-    can_return_lse_for_decode = True
-    can_return_lse_for_prefill = True
-    supports_pcp = False
+    prefill_cls = ReferenceMLAPrefill
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        q_lora_rank: int | None,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        qk_head_dim: int,
-        v_head_dim: int,
-        kv_b_proj: torch.nn.Module,
-        indexer: object | None = None,
-        q_pad_num_heads: int | None = None,
-    ) -> None:
-        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
-        self.layer = LatentLayer.from_impl_args(
-            ReferenceMLABackend,
-            num_heads=num_heads,
-            scale=scale,
-            kv_cache_dtype=kv_cache_dtype,
-            kv_lora_rank=kv_lora_rank,
-            qk_nope_head_dim=qk_nope_head_dim,
-            qk_rope_head_dim=qk_rope_head_dim,
-            v_head_dim=v_head_dim,
-            kv_b_proj=kv_b_proj,
-        )
-        self.prefill_backend = ReferenceMLAPrefill(num_heads, scale, self.layer.dimensions)
+    @staticmethod
+    def get_backend_cls() -> type[ReferenceMLABackend]:
+        return ReferenceMLABackend
 
     def do_kv_cache_update(
         self,
@@ -150,30 +154,6 @@ class ReferenceMLAImpl(MLAAttentionImpl[MLAMetadata]):
                 output[row], lse[row] = _attend_row(q[row], keys, values, self.scale)
         return output, lse if self.need_to_return_lse_for_decode else None
 
-    def forward_mha(
-        self,
-        q: torch.Tensor,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_c_and_k_pe_cache: torch.Tensor,
-        attn_metadata: MLAMetadata,
-        k_scale: torch.Tensor,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        lse = attend_prefill(
-            q,
-            kv_c_normed,
-            k_pe[:, 0],
-            kv_c_and_k_pe_cache,
-            attn_metadata,
-            self.layer,
-            k_scale,
-            self.prefill_backend,
-            output,
-        )
-        return lse if self.need_to_return_lse_for_decode else None
-
     def _gather(
         self, cache: torch.Tensor, block_table: torch.Tensor, kv_len: int, k_scale: torch.Tensor
     ) -> torch.Tensor:
@@ -185,45 +165,6 @@ class ReferenceMLAImpl(MLAAttentionImpl[MLAMetadata]):
             tokens, d.kv_lora_rank, d.qk_rope_head_dim, k_scale, k_scale
         )
         return torch.cat(parts, dim=-1)[:, 0]
-
-
-class ReferenceMLAPrefill(MLAPrefillBackend):
-    """A row at a time."""
-
-    @staticmethod
-    def get_name() -> str:
-        return "reference"
-
-    def run_prefill_new_tokens(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        plan: PrefillPart,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        starts = plan.query_start_loc.tolist()
-        for start, end in itertools.pairwise(starts):
-            for row in range(start, end):
-                seen = slice(start, row + 1)
-                output[row], lse[row] = _attend_row(query[row], key[seen], value[seen], self.scale)
-
-    def run_prefill_context_chunk(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        chunk: ContextChunk,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        starts = chunk.query_start_loc.tolist()
-        for request, kv_len in enumerate(chunk.kv_lens.tolist()):
-            pages = chunk.block_table[request, : -(-kv_len // key.shape[1])].long()
-            keys, values = (x[pages].flatten(0, 1)[:kv_len] for x in (key, value))
-            for row in range(starts[request], starts[request + 1]):
-                output[row], lse[row] = _attend_row(query[row], keys, values, self.scale)
 
 
 def _attend_row(

@@ -25,15 +25,15 @@ from attnkit.contract import (
     CommonAttentionMetadata,
     DeviceCapability,
     KVCacheLayout,
-    MLAAttentionImpl,
     MLADimensions,
 )
 from attnkit.errors import BatchError
 from attnkit.kvcache.formats import LATENT_FORMATS
 from attnkit.mla.builder import MLAMetadataBuilder
+from attnkit.mla.impl import LatentImpl
 from attnkit.mla.layer import LatentLayer, format_refusal
 from attnkit.mla.plan import MLAMetadata
-from attnkit.mla.prefill import attend_prefill, read_latents
+from attnkit.mla.prefill import read_latents
 
 
 class CpuMLAMetadata(MLAMetadata):
@@ -112,51 +112,22 @@ class CpuMLABackend(AttentionBackend):
         return native_status()
 
 
-class CpuMLAImpl(MLAAttentionImpl[CpuMLAMetadata]):
+class CpuMLAImpl(LatentImpl[CpuMLAMetadata]):
     """One layer over latents on the CPU."""
 
-    can_return_lse_for_decode = True
-    can_return_lse_for_prefill = True
-    supports_pcp = False
+    prefill_cls = CpuMLAPrefill
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        q_lora_rank: int | None,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        qk_head_dim: int,
-        v_head_dim: int,
-        kv_b_proj: torch.nn.Module,
-        indexer: object | None = None,
-        q_pad_num_heads: int | None = None,
-    ) -> None:
-        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
-        self.layer = LatentLayer.from_impl_args(
-            CpuMLABackend,
-            num_heads=num_heads,
-            scale=scale,
-            kv_cache_dtype=kv_cache_dtype,
-            kv_lora_rank=kv_lora_rank,
-            qk_nope_head_dim=qk_nope_head_dim,
-            qk_rope_head_dim=qk_rope_head_dim,
-            v_head_dim=v_head_dim,
-            kv_b_proj=kv_b_proj,
-        )
-        self._variant = AttentionVariant.from_impl_args(num_heads=num_heads, scale=scale)
+    @staticmethod
+    def get_backend_cls() -> type[CpuMLABackend]:
+        return CpuMLABackend
+
+    def prepare_layer(self) -> None:
+        d, num_heads = self.layer.dimensions, self.num_heads
+        self._variant = AttentionVariant.from_impl_args(num_heads=num_heads, scale=self.scale)
         self._kernels = native_kernels()
-        self._absorbed = NativeLayer.pack(self._variant, num_heads, 1, head_size, kv_lora_rank)
-        self.prefill_backend = CpuMLAPrefill(num_heads, scale, self.layer.dimensions)
+        self._absorbed = NativeLayer.pack(
+            self._variant, num_heads, 1, d.latent_size, d.kv_lora_rank
+        )
 
     def do_kv_cache_update(
         self,
@@ -224,30 +195,6 @@ class CpuMLAImpl(MLAAttentionImpl[CpuMLAMetadata]):
             lse,
         )
         return output, lse
-
-    def forward_mha(
-        self,
-        q: torch.Tensor,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_c_and_k_pe_cache: torch.Tensor,
-        attn_metadata: CpuMLAMetadata,
-        k_scale: torch.Tensor,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        lse = attend_prefill(
-            q,
-            kv_c_normed,
-            k_pe[:, 0],
-            kv_c_and_k_pe_cache,
-            attn_metadata,
-            self.layer,
-            k_scale,
-            self.prefill_backend,
-            output,
-        )
-        return lse if self.need_to_return_lse_for_decode else None
 
     def _codes(self, k_scale: torch.Tensor, *, split: bool) -> NativeCodes | None:
         """The cache's format as the kernels know it, a row being one vector or, if `split`, latent and

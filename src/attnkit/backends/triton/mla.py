@@ -26,13 +26,12 @@ from attnkit.contract import (
     CommonAttentionMetadata,
     DeviceCapability,
     KVCacheSpec,
-    MLAAttentionImpl,
     MLADimensions,
 )
 from attnkit.mla.builder import MLAMetadataBuilder
-from attnkit.mla.layer import LatentLayer, format_refusal
+from attnkit.mla.impl import LatentImpl
+from attnkit.mla.layer import format_refusal
 from attnkit.mla.plan import MLAMetadata
-from attnkit.mla.prefill import attend_prefill
 
 _MAX_PARTS = 1 << 27
 """Float32 elements (512 MiB) that shared requests may take: batches whose parts need more have enough
@@ -147,48 +146,14 @@ class TritonMLABackend(AttentionBackend):
         return TritonBackend.estimate_cost(request)
 
 
-class TritonMLAImpl(MLAAttentionImpl[TritonMLAMetadata]):
+class TritonMLAImpl(LatentImpl[TritonMLAMetadata]):
     """One layer over latents. Only launches between call and return, in batches of decodes."""
 
-    can_return_lse_for_decode = True
-    can_return_lse_for_prefill = True
-    supports_pcp = False
+    prefill_cls = TritonMLAPrefill
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        q_lora_rank: int | None,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        qk_head_dim: int,
-        v_head_dim: int,
-        kv_b_proj: torch.nn.Module,
-        indexer: object | None = None,
-        q_pad_num_heads: int | None = None,
-    ) -> None:
-        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
-        self.layer = LatentLayer.from_impl_args(
-            TritonMLABackend,
-            num_heads=num_heads,
-            scale=scale,
-            kv_cache_dtype=kv_cache_dtype,
-            kv_lora_rank=kv_lora_rank,
-            qk_nope_head_dim=qk_nope_head_dim,
-            qk_rope_head_dim=qk_rope_head_dim,
-            v_head_dim=v_head_dim,
-            kv_b_proj=kv_b_proj,
-        )
-        self.prefill_backend = TritonMLAPrefill(num_heads, scale, self.layer.dimensions)
+    @staticmethod
+    def get_backend_cls() -> type[TritonMLABackend]:
+        return TritonMLABackend
 
     def do_kv_cache_update(
         self,
@@ -285,30 +250,6 @@ class TritonMLAImpl(MLAAttentionImpl[TritonMLAMetadata]):
             config=config,
         )
         return output, lse
-
-    def forward_mha(
-        self,
-        q: torch.Tensor,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_c_and_k_pe_cache: torch.Tensor,
-        attn_metadata: TritonMLAMetadata,
-        k_scale: torch.Tensor,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        lse = attend_prefill(
-            q,
-            kv_c_normed,
-            k_pe[:, 0],
-            kv_c_and_k_pe_cache,
-            attn_metadata,
-            self.layer,
-            k_scale,
-            self.prefill_backend,
-            output,
-        )
-        return lse if self.need_to_return_lse_for_decode else None
 
     def _pages(self, cache: torch.Tensor, k_scale: torch.Tensor) -> LatentPages:
         """The cache as the kernels read and write it."""

@@ -1,0 +1,108 @@
+"""LatentImpl: what impls over latents have in common: the constructor, and prefills.
+
+In: the constructor's arguments as the contract gives them. Out: `layer`, a frozen `LatentLayer`, and
+`forward_mha`. A backend's own impl says whose it is and adds `forward_mqa` and its write.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar, TypeVar
+
+import torch
+
+from attnkit.contract import AttentionBackend, MLAAttentionImpl
+from attnkit.mla.layer import LatentLayer
+from attnkit.mla.plan import MLAMetadata
+from attnkit.mla.prefill import attend_prefill
+from attnkit.mla.prefill_backend import MLAPrefillBackend
+
+M = TypeVar("M", bound=MLAMetadata)
+
+
+class LatentImpl(MLAAttentionImpl[M]):
+    """One layer over latents.
+
+    Attributes:
+        layer: its static facts, checked against what the backend takes.
+        indexer: chooses keys in sparse layers; None in dense ones.
+    """
+
+    can_return_lse_for_decode = True
+    can_return_lse_for_prefill = True
+    supports_pcp = False
+
+    prefill_cls: ClassVar[type[MLAPrefillBackend]]
+    """Attends for prefills unless the layer is told otherwise."""
+
+    @staticmethod
+    @abstractmethod
+    def get_backend_cls() -> type[AttentionBackend]:
+        """Whose impl this is: asked for the sizes it takes."""
+        ...
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: torch.nn.Module,
+        indexer: object | None = None,
+        q_pad_num_heads: int | None = None,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.indexer = indexer
+        self.layer = LatentLayer.from_impl_args(
+            self.get_backend_cls(),
+            num_heads=num_heads,
+            scale=scale,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_lora_rank=kv_lora_rank,
+            qk_nope_head_dim=qk_nope_head_dim,
+            qk_rope_head_dim=qk_rope_head_dim,
+            v_head_dim=v_head_dim,
+            kv_b_proj=kv_b_proj,
+        )
+        self.prefill_backend = self.prefill_cls(num_heads, scale, self.layer.dimensions)
+        self.prepare_layer()
+
+    def prepare_layer(self) -> None:
+        """Make once, from `layer`, what the backend's kernels want; the last step of construction."""
+        return
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: M,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        lse = attend_prefill(
+            q,
+            kv_c_normed,
+            k_pe[:, 0],
+            kv_c_and_k_pe_cache,
+            attn_metadata,
+            self.layer,
+            k_scale,
+            self.prefill_backend,
+            output,
+        )
+        return lse if self.need_to_return_lse_for_decode else None
