@@ -1,4 +1,5 @@
-"""Triton's interpreter: whether it is asked for, and repairs without which its small floats are wrong.
+"""Triton's interpreter: whether it is asked for, repairs without which its small floats are wrong, and
+shortcuts without which it takes twice as long.
 
 In: the environment variable TRITON_INTERPRET. Out: an answer, and a patched interpreter in this process.
 Importing this file does not need Triton.
@@ -65,6 +66,38 @@ def repair_small_floats() -> None:
         return numbers if dst_type.scalar == tl.float32 else cast(self, numbers, dst_type)
 
     builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = dot, cast, convert
+
+
+def shorten() -> None:
+    """Leave out what the interpreter does in vain. Repeating it does nothing more.
+
+    Each call of a jitted function inside a kernel replaces the whole language, which the kernel's own
+    start did. Each sum of small integers is computed again and compared, and nobody reads the result
+    outside of debug mode. Together they are more than half of the kit's time (Triton 3.9).
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    scope_type = getattr(interpreter, "_LangPatchScope", None)
+    if scope_type is None or hasattr(interpreter._patch_lang, "__wrapped__"):
+        return
+    patch_lang: Any = interpreter._patch_lang
+    semantic: Any = interpreter.interpreter_semantic
+
+    @functools.cache
+    def languages(function: Any) -> list[Any]:
+        named = function.__globals__.values()
+        return [lang for lang in (tl, tl.core) if any(value is lang for value in named)]
+
+    @functools.wraps(patch_lang)
+    def patch(function: Any) -> Any:
+        if any(tl.core.is_builtin(lang.load) for lang in languages(function)):
+            return patch_lang(function)
+        return scope_type()  # Nothing to undo.
+
+    interpreter._patch_lang = patch
+    if not semantic.builder.options.debug:
+        semantic.binary_op_sanitize_overflow_impl = lambda *_: None
 
 
 def _of_float8(codes: npt.NDArray[np.uint8], is_e5m2: bool) -> npt.NDArray[np.float32]:

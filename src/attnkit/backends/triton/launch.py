@@ -28,13 +28,14 @@ from attnkit.backends.triton.configs import (
     padded,
 )
 from attnkit.backends.triton.decode import decode_kernel, merge_kernel
-from attnkit.backends.triton.interpreter import is_interpreting, repair_small_floats
+from attnkit.backends.triton.interpreter import is_interpreting, repair_small_floats, shorten
 from attnkit.backends.triton.operands import Operands, Parts
 from attnkit.backends.triton.write import encode_kernel, write_kernel
 from attnkit.contract import AttentionVariant
 
 if is_interpreting():
     repair_small_floats()
+    shorten()
 
 _NO_WINDOW = 1 << 30
 """From here on a window is longer than any request, and sums with it would leave int32."""
