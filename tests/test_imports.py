@@ -16,7 +16,7 @@ ROOT = Path(attnkit.__file__).parent
 
 # Part -> the parts it may import. A part is a folder or a file right below attnkit; "" is the package
 # itself. What stands lower in the table may import more.
-FOUNDATION = {"errors", "environment", "contract"}
+FOUNDATION = {"errors", "arguments", "environment", "contract"}
 PAGES = FOUNDATION | {"upload", "batch", "kvcache"}
 CHOICE = PAGES | {
     "mla",
@@ -31,21 +31,23 @@ CHOICE = PAGES | {
 }
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
+    "arguments": {"errors"},
     "environment": set(),
     "upload": set(),
-    "contract": {"errors"},
-    "batch": {"errors", "contract", "upload"},
-    "kvcache": {"errors", "contract"},
+    "contract": {"errors", "arguments"},
+    "batch": {"errors", "arguments", "contract", "upload"},
+    "kvcache": {"errors", "arguments", "contract"},
     "mla": {"errors", "contract", "kvcache", "upload"},
     "backends": {"errors", "contract", "kvcache", "environment", "mla"},
     "matrix": {"errors", "contract"},
     "compiled": {"errors"},
     "selection": {"errors", "contract", "backends"},
-    "paged_layer": {"errors", "contract", "compiled", "selection"},
-    "layer": {"errors", "contract", "backends", "selection", "paged_layer"},
+    "paged_layer": {"errors", "arguments", "contract", "compiled", "selection"},
+    "layer": {"errors", "arguments", "contract", "backends", "selection", "paged_layer"},
     "prefill_selection": {"errors", "contract", "mla", "backends", "selection"},
     "mla_layer": {
         "errors",
+        "arguments",
         "contract",
         "kvcache",
         "mla",

@@ -105,7 +105,8 @@ class Recording(ReferenceBackend):
 
 def _layer(backend: Any = WritesItself, **arguments: Any) -> Attention:
     facts = {"num_kv_heads": KV_HEADS, "block_size": BLOCK, "backend": backend}
-    return Attention(HEADS, SIZE, **{**facts, **arguments})
+    facts = {"num_heads": HEADS, "head_size": SIZE, **facts}
+    return Attention(**{**facts, **arguments})
 
 
 def _cache(blocks: int = 9, **changes: Any) -> torch.Tensor:
@@ -403,7 +404,7 @@ def test_both_styles_of_output_give_the_same() -> None:
 def test_without_a_plan_the_output_is_zero_and_nothing_is_written(backend: Any) -> None:
     layer, kv_cache = _layer(backend, return_lse=True), _cache()
     tokens = _tokens(5)
-    results = [layer(*tokens), layer(*tokens, kv_cache)]
+    results = [layer(*tokens)]
     for plans in ({}, {layer.layer_name: None}):
         with forward_context(plans, {layer.layer_name: kv_cache}):
             results.append(layer(*tokens))
@@ -536,6 +537,70 @@ def test_batches_that_contradict_themselves_are_not_planned(
         _layer().build(batch)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_cache_and_plan_are_named_where_something_else_is_passed(backend: str) -> None:
+    layer = _layer(backend, layer_name="a")
+    pages = PagedKVCache({"a": layer.get_kv_cache_spec()}, 9)  # type: ignore[dict-item]
+    batch, tokens = make_batch([5], [5], [[3, 8]], BLOCK), _tokens(5)
+    plan = layer.build(batch)
+    for step, named in [
+        ((pages["a"],), r"a cache and no plan; pass layer.build\(batch\)"),
+        ((pages, plan), r"got PagedKVCache as its cache; pass its tensor, cache\['a'\]"),
+        ((plan, pages["a"]), "got a tensor as its plan; the cache comes first"),
+        (
+            (pages["a"], layer.build(make_batch([5], [5], [[3, 99]], BLOCK))),
+            "outside|ids from 0 to 8",
+        ),
+        *([] if backend == "reference" else [((pages["a"], batch), "a batch as its plan")]),
+    ]:
+        with pytest.raises(BatchError, match=named):
+            layer(*tokens, *step)
+    for wrong in (None, plan if backend == "cpu" else pages):
+        with pytest.raises(BatchError, match=r"build got .*; give a CommonAttentionMetadata"):
+            layer.build(wrong)  # type: ignore[arg-type]
+
+
+def test_rows_past_the_plan_are_zero() -> None:
+    layer = _layer("cpu", return_lse=True)
+    cache = PagedKVCache({"a": layer.get_kv_cache_spec()}, 9)["a"]  # type: ignore[dict-item]
+    plan = layer.build(make_batch([5], [5], [[3, 8]], BLOCK))
+    torch.empty(8, HEADS, SIZE).fill_(math.nan)  # What the allocator is likely to hand out next.
+    out, lse = layer(*_tokens(8), cache, plan)
+    assert out[:5].all()
+    assert not out[5:].any()
+    assert (lse[5:] == -math.inf).all()
+
+
+def test_a_freed_page_is_refused_where_a_query_looks() -> None:
+    """Positions 4 to 7 are in the null block; the first query stands at 12."""
+    batch = make_batch([2], [14], [[3, 0, 5, 6]], BLOCK)
+    assert batch.freed_cpu is not None
+    assert batch.freed_cpu.tolist() == [[4, 8]]
+    with pytest.raises(BatchError, match="null block for positions 4 to 7, and layer a looks"):
+        _layer("cpu", layer_name="a").build(batch)
+    for window, chunk, is_seen in [
+        (5, None, False),
+        (6, None, True),
+        (None, 4, False),
+        (None, 8, False),
+    ]:
+        layer = _layer("reference", sliding_window=window, attention_chunk_size=chunk)
+        if is_seen:
+            with pytest.raises(BatchError, match="null block"):
+                layer.build(batch)
+        else:
+            layer.build(batch)
+    ranged = batch.replace(mm_req_doc_ranges={0: [(7, 12)]})
+    layer = _layer("reference", sliding_window=5, use_mm_prefix=True)
+    with pytest.raises(BatchError, match="null block"):
+        layer.build(ranged)
+    layer = _layer("reference", sliding_window=5, use_rswa=True)
+    layer.build(make_batch([2], [14], [[3, 0, 5, 6]], BLOCK, rswa_prefix_lens=[4]))
+    with pytest.raises(BatchError, match="null block"):
+        layer.build(make_batch([2], [14], [[3, 0, 5, 6]], BLOCK, rswa_prefix_lens=[5]))
+    assert make_batch([2], [14], [[3, 9, 5, 6]], BLOCK).freed_cpu is None
+
+
 def test_a_batch_with_a_mask_that_the_layer_was_not_built_for_is_not_planned() -> None:
     batch = make_batch([5], [5], [[3, 8]], BLOCK, mm_req_doc_ranges={0: [(1, 3)]})
     with pytest.raises(BatchError, match="use_mm_prefix=True"):
@@ -554,6 +619,12 @@ def test_a_batch_with_a_mask_that_the_layer_was_not_built_for_is_not_planned() -
     with pytest.raises(BatchError, match="use_tree_mask=True"):
         _layer("reference").build(batch)
     _layer("reference", use_tree_mask=True).build(batch)
+    for causal in (False, torch.tensor([True])):
+        batch = make_batch([5], [5], [[3, 8]], BLOCK, causal=causal)
+        with pytest.raises(BatchError, match=r"causal=.* use_non_causal=True"):
+            _layer("reference").build(batch)
+        _layer("reference", use_non_causal=True).build(batch)
+        _layer("reference", attn_type="encoder_only").build(batch)  # Never causal anyway.
 
 
 @pytest.mark.parametrize(
@@ -610,7 +681,14 @@ def test_a_prefix_that_is_no_part_of_its_request_is_not_planned(
     ("arguments", "named"),
     [
         ({"num_kv_heads": 3}, "4 query heads do not divide over 3 KV heads"),
-        ({"num_kv_heads": 0}, "over 0 KV heads"),
+        ({"num_kv_heads": 0}, "num_kv_heads 0 is not allowed"),
+        ({"num_heads": 4.0}, "num_heads 4.0 is not allowed"),
+        ({"head_size": "8"}, "head_size '8' is not allowed"),
+        ({"sliding_window": (128, 0)}, r"sliding_window \(128, 0\) is not allowed"),
+        ({"dtype": "float32"}, "dtype 'float32' .* give a torch.dtype"),
+        ({"kv_cache_dtype": ["fp8"]}, r"\['fp8'\] is not known"),
+        ({"alibi_slopes": ["a"] * 4}, "alibi_slopes .* give 4 numbers"),
+        ({"return_lse": "no"}, "return_lse 'no' is not allowed; give True or False"),
         ({"num_kv_heads": 8}, "over 8 KV heads"),
         ({"head_size_v": 0}, "head_size_v 0"),
         ({"block_size": 0}, "block_size 0"),

@@ -7,11 +7,12 @@ to the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 
 import numpy as np
 import torch
 
+from attnkit.arguments import check_count, is_count
 from attnkit.contract import (
     CommonAttentionMetadata,
     DeviceCapability,
@@ -44,7 +45,8 @@ def make_batch(
         query_lens: new tokens of each request; 0 makes a padding row.
         seq_lens: all tokens of each request, the new ones included.
         block_tables: block ids of each request in order; at least ceil(seq_len / block_size) each.
-            Id 0 is the null block and may stand where pages were freed, not where tokens go.
+            Id 0 is the null block and may stand where pages were freed: where no token goes and no
+            query of the step looks, which the layer checks.
         block_size: tokens in a block, as the kernels see it.
         device: where the batch's tensors live.
         causal: False lets queries see all keys; a bool tensor (num_reqs,) says it per request.
@@ -67,6 +69,11 @@ def make_batch(
         ConfigurationError: there is no such device.
     """
     DeviceCapability.of(device)
+    check_count("block_size", block_size, highest=_INT32_MAX, error=BatchError)
+    if not isinstance(block_tables, Sized) or any(not isinstance(t, Sized) for t in block_tables):
+        raise BatchError(
+            f"block_tables is {block_tables!r}; give one list of block ids per request"
+        )
     queries, seqs = _lengths(query_lens, seq_lens, len(block_tables))
     table = _table(block_tables, seqs, block_size)
     num_reqs = len(queries)
@@ -78,11 +85,11 @@ def make_batch(
     slots = _slots(table, rows, positions, block_size)
     prefilling = queries == seqs
     if is_prefilling is not None:
-        prefilling = np.asarray(is_prefilling, dtype=bool)
-        if prefilling.shape != (num_reqs,):
+        prefilling = np.asarray(is_prefilling)
+        if prefilling.shape != (num_reqs,) or prefilling.dtype != bool:
             raise BatchError(
-                f"is_prefilling has shape {prefilling.shape}; give one bool for each of the "
-                f"{num_reqs} requests"
+                f"is_prefilling is {prefilling.dtype} of shape {prefilling.shape}; give one bool for "
+                f"each of the {num_reqs} requests"
             )
     given = causal
     if isinstance(causal, torch.Tensor):
@@ -99,7 +106,7 @@ def make_batch(
 
     ranges = None
     if mm_req_doc_ranges is not None:
-        ranges = {int(r): [(int(a), int(b)) for a, b in v] for r, v in mm_req_doc_ranges.items()}
+        ranges = _ranges(mm_req_doc_ranges)
         check_ranges(ranges, seqs.tolist())
     prefixes = None
     if rswa_prefix_lens is not None:
@@ -134,15 +141,35 @@ def make_batch(
         seq_lens_cpu_upper_bound=host[lens],
         mm_req_doc_ranges=ranges,
         block_size=block_size,
+        freed_cpu=_freed(table, seqs, block_size),
         rswa_prefix_lens=None if prefixes_of is None else moved[prefixes_of],
         tree_mask=None if words_of is None else moved[words_of],
     )
+
+
+def _ranges(given: Mapping[int, Sequence[tuple[int, int]]]) -> dict[int, list[tuple[int, int]]]:
+    """`mm_req_doc_ranges` as plain integers."""
+    form = "give {request: [(first, last), ...]}, positions with both ends inside"
+    if not isinstance(given, Mapping) or not all(is_count(row) for row in given):
+        raise BatchError(f"mm_req_doc_ranges is {given!r}; {form}")
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    for row, spans in given.items():
+        array = np.asarray(spans)
+        if array.size and (array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu"):
+            raise BatchError(f"mm_req_doc_ranges of row {row} is {spans!r}; {form}")
+        ranges[int(row)] = [(int(start), int(end)) for start, end in array.reshape(-1, 2)]
+    return ranges
 
 
 def _tree_mask(
     tree_parents: Mapping[int, Sequence[int]], query_start_loc: np.ndarray
 ) -> np.ndarray:
     """int64 (num_tokens,): the words of the requests that are trees, 0 for the others."""
+    if not isinstance(tree_parents, Mapping) or not all(is_count(r) for r in tree_parents):
+        raise BatchError(
+            f"tree_parents is {tree_parents!r}; give {{request: [parent of each new token]}}, -1 for "
+            "one that follows the context"
+        )
     words = np.zeros(int(query_start_loc[-1]), dtype=np.int64)
     num_reqs = len(query_start_loc) - 1
     for request, parents in tree_parents.items():
@@ -150,6 +177,7 @@ def _tree_mask(
             raise BatchError(
                 f"tree_parents names request {request}; the batch has {num_reqs} of them, from 0"
             )
+        parents = _integers(f"tree_parents of request {request}", parents).tolist()
         own = words[query_start_loc[request] : query_start_loc[request + 1]]
         if len(parents) != len(own):
             raise BatchError(
@@ -180,8 +208,6 @@ def _lengths(
 
 def _table(block_tables: Sequence[Sequence[int]], seqs: np.ndarray, block_size: int) -> np.ndarray:
     """Block ids int64 (num_reqs, width), 0 past the end of a request."""
-    if not 1 <= block_size <= _INT32_MAX:
-        raise BatchError(f"block_size {block_size} is not allowed; give 1 to {_INT32_MAX}")
     pages = -(-seqs // block_size)
     for r, ids in enumerate(block_tables):
         if len(ids) < pages[r]:
@@ -197,6 +223,17 @@ def _table(block_tables: Sequence[Sequence[int]], seqs: np.ndarray, block_size: 
             f"request {r} has block id {table[r, column]}; ids count from 0 and fit into int32"
         )
     return table
+
+
+def _freed(table: np.ndarray, seqs: np.ndarray, block_size: int) -> np.ndarray | None:
+    """`freed_cpu` of the batch."""
+    starts = np.arange(table.shape[1]) * block_size
+    null = (table == 0) & (starts < seqs[:, None])
+    if not null.any():
+        return None
+    first, last = null.argmax(axis=1), table.shape[1] - 1 - null[:, ::-1].argmax(axis=1)
+    freed = np.stack([first * block_size, np.minimum((last + 1) * block_size, seqs)], axis=1)
+    return np.where(null.any(axis=1, keepdims=True), freed, 0)
 
 
 def _slots(
@@ -222,7 +259,10 @@ def _slots(
 
 def _integers(name: str, values: Sequence[int]) -> np.ndarray:
     """`values` as int64 (n,); numpy would round fractions down without a word."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise BatchError(f"{name} is {values!r}; give whole numbers, on the host") from error
     if array.size == 0:
         return np.zeros(0, dtype=np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":

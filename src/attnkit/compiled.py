@@ -1,7 +1,7 @@
 """What a compiled graph sees of a layer: one opaque node, `torch.ops.attnkit.attention`.
 
 In: a layer's tensors and its handle, since a graph can carry a string but neither a layer nor a cache
-nor a plan. Out: the layer's own `_run`, called with what the `forward_context` around the compiled call
+nor a plan. Out: the layer's own `_fill`, called with what the `forward_context` around the compiled call
 holds. Works eagerly all the same.
 """
 
@@ -79,7 +79,7 @@ class OpaqueLayer(Protocol):
 
     layer_name: str
 
-    def _run(
+    def _fill(
         self,
         query: torch.Tensor,
         key: torch.Tensor | None,
@@ -122,7 +122,7 @@ def _attention(
     order: torch.Tensor,
     handle: str,
 ) -> None:
-    _LAYERS[handle]._run(query, key, value, output, lse, None, None)
+    _LAYERS[handle]._fill(query, key, value, output, lse, None, None)
 
 
 def _attention_fake(*_: object) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from attnkit.arguments import check_count, check_flags, check_number
 from attnkit.backends.wrappers import check_chunk_size, chunked_local
 from attnkit.contract import (
     AttentionBackend,
@@ -119,7 +120,20 @@ class Attention(PagedLayer):
             BackendError: no such backend, or it cannot serve this layer; with every reason.
         """
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_heads(num_heads, num_kv_heads, head_size, head_size_v, block_size)
+        _check_heads(num_heads, num_kv_heads, head_size, head_size_v)
+        check_flags(
+            {
+                "use_alibi_sqrt": use_alibi_sqrt,
+                "return_lse": return_lse,
+                "use_non_causal": use_non_causal,
+                "use_kv_connector": use_kv_connector,
+                "use_mm_prefix": use_mm_prefix,
+                "use_rswa": use_rswa,
+                "use_tree_mask": use_tree_mask,
+                "use_per_head_quant_scales": use_per_head_quant_scales,
+            }
+        )
+        check_number("scale", scale, optional=True)
         scale = 1 / math.sqrt(head_size) if scale is None else scale
         # Whatever the backend checks, a layer's variant is checked, and before one is chosen.
         variant = AttentionVariant.from_impl_args(
@@ -165,6 +179,7 @@ class Attention(PagedLayer):
                 "which sees keys in both directions anyway; leave it out"
             )
         self.use_mm_prefix = use_mm_prefix
+        self.use_non_causal = use_non_causal
         if use_rswa and (sliding_window is None or self.attn_type is not AttentionType.DECODER):
             raise ConfigurationError(
                 f"use_rswa is for decoder layers with a sliding_window, and layer {self.layer_name} is "
@@ -262,10 +277,7 @@ class Attention(PagedLayer):
             )
 
     def _check_chunks(self, chunk_size: int) -> None:
-        if chunk_size < 1:
-            raise ConfigurationError(
-                f"attention_chunk_size {chunk_size} sees nothing; give at least 1, or None for no chunks"
-            )
+        check_count("attention_chunk_size", chunk_size, optional=True)
         check_chunk_size(chunk_size, self.block_size)
         if self.attn_type is not AttentionType.DECODER:
             raise ConfigurationError(
@@ -385,7 +397,7 @@ class Attention(PagedLayer):
                 )
             torch.ops.attnkit.attention(q, k, v, output, lse, self._order, self._handle)
         else:
-            self._run(q, k, v, output, lse, kv_cache, attn_metadata)
+            self._fill(q, k, v, output, lse, kv_cache, attn_metadata)
         if query.dim() == 2:
             output = output.flatten(1)
         return output if lse is None else (output, lse)
@@ -406,8 +418,6 @@ class Attention(PagedLayer):
         kv_cache: torch.Tensor | None,
         attn_metadata: Any | None,
     ) -> None:
-        """Fill `output` and `lse`; what the custom op stands for."""
-        kv_cache, attn_metadata = self._step_of(kv_cache, attn_metadata)
         if attn_metadata is None:
             output.zero_()
             return
@@ -456,15 +466,14 @@ class Attention(PagedLayer):
 
 
 def _check_heads(
-    num_heads: int, num_kv_heads: int, head_size: int, head_size_v: int | None, block_size: int
+    num_heads: int, num_kv_heads: int, head_size: int, head_size_v: int | None
 ) -> None:
-    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+    check_count("num_heads", num_heads)
+    check_count("num_kv_heads", num_kv_heads)
+    if num_heads % num_kv_heads:
         raise ConfigurationError(
             f"{num_heads} query heads do not divide over {num_kv_heads} KV heads; "
             "give a num_kv_heads that divides num_heads"
         )
-    for name, size in (("head_size", head_size), ("head_size_v", head_size_v)):
-        if size is not None and size < 1:
-            raise ConfigurationError(f"{name} {size} is not allowed; give at least 1")
-    if block_size < 1:
-        raise ConfigurationError(f"block_size {block_size} is not allowed; give at least 1")
+    check_count("head_size", head_size)
+    check_count("head_size_v", head_size_v, optional=True)

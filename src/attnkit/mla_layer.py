@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnkit.arguments import check_count, check_flags, check_number
 from attnkit.contract import (
     AttentionBackend,
     AttentionSpec,
@@ -100,11 +101,15 @@ class MLAAttention(PagedLayer):
             ConfigurationError: a value is not allowed.
             BackendError: no such backend, or it cannot serve this layer; with every reason.
         """
-        if num_heads < 1:
-            raise ConfigurationError(f"num_heads {num_heads} is not allowed; give at least 1")
+        check_count("num_heads", num_heads)
+        if not isinstance(dimensions, MLADimensions) or not isinstance(kv_b_proj, nn.Module):
+            raise ConfigurationError(
+                f"dimensions and kv_b_proj are {type(dimensions).__name__} and "
+                f"{type(kv_b_proj).__name__}; give MLADimensions, and the projection as a torch module"
+            )
+        check_number("scale", scale, optional=True)
+        check_flags({"return_lse": return_lse, "use_kv_connector": use_kv_connector})
         scale = 1 / math.sqrt(dimensions.qk_head_dim) if scale is None else float(scale)
-        if not math.isfinite(scale):
-            raise ConfigurationError(f"scale {scale} is not finite; give a number")
         get_kv_quant_mode(kv_cache_dtype)  # An unknown format is the user's mistake, not a refusal.
         capability = DeviceCapability.of(device)
         super().__init__(
@@ -268,7 +273,7 @@ class MLAAttention(PagedLayer):
                 )
             torch.ops.attnkit.attention(query, kv_c, pe, output, lse, self._order, self._handle)
         else:
-            self._run(query, kv_c, pe, output, lse, kv_cache, attn_metadata)
+            self._fill(query, kv_c, pe, output, lse, kv_cache, attn_metadata)
         if q.dim() == 2:
             output = output.flatten(1)
         return output if lse is None else (output, lse)
@@ -287,7 +292,7 @@ class MLAAttention(PagedLayer):
         """Fill `output` and `lse`; key is kv_c (num_tokens, 1, kv_lora_rank), value k_pe likewise."""
         assert key is not None
         assert value is not None
-        kv_cache, plan = self._step_of(kv_cache, attn_metadata)
+        plan = attn_metadata
         if plan is None:
             output.zero_()
             return

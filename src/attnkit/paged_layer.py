@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnkit.arguments import check_count, check_dtype, check_text
 from attnkit.compiled import current_forward_context, new_handle, order_token
 from attnkit.contract import (
     AttentionBackend,
@@ -48,6 +49,7 @@ class PagedLayer(nn.Module):
         return_lse: the layer returns its log-sum-exp too.
         sliding_window: keys a query sees, itself included; None: no window.
         attention_chunk_size: it sees those of its own chunk of positions alone; None: no chunks.
+        use_non_causal: its batches may have `causal` False.
         use_mm_prefix: its batches may have `mm_req_doc_ranges`.
         use_rswa: its batches have `rswa_prefix_lens`.
         use_tree_mask: its batches may have a `tree_mask`.
@@ -68,6 +70,7 @@ class PagedLayer(nn.Module):
 
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
+    use_non_causal: bool = False
     use_mm_prefix: bool = False
     use_rswa: bool = False
     use_tree_mask: bool = False
@@ -103,11 +106,12 @@ class PagedLayer(nn.Module):
             scales_per_head: `_q_scale`, `_k_scale` and `_v_scale` have one entry per KV head.
 
         Raises:
-            ConfigurationError: a block size below 1.
+            ConfigurationError: a value is not allowed.
         """
         super().__init__()
-        if block_size < 1:
-            raise ConfigurationError(f"block_size {block_size} is not allowed; give at least 1")
+        check_count("block_size", block_size)
+        check_text("layer_name", layer_name, optional=True)
+        check_dtype(dtype)
         self.layer_name = f"attention.{next(_COUNTER)}" if layer_name is None else layer_name
         self.cache_name = self.layer_name
         self.num_kv_heads = num_kv_heads
@@ -146,7 +150,7 @@ class PagedLayer(nn.Module):
         kv_cache: torch.Tensor | None,
         attn_metadata: Any | None,
     ) -> None:
-        """Fill `output` and `lse`; what the custom op stands for."""
+        """Fill `output` and `lse` as far as the plan goes; None for both cache and plan: profile."""
         raise NotImplementedError
 
     def make_builder(
@@ -175,16 +179,24 @@ class PagedLayer(nn.Module):
         Raises:
             BatchError: the batch's tensors are too short for its tokens or requests, or of other
                 dtypes than `CommonAttentionMetadata` says; or it has a mask that the layer was not
-                built for.
+                built for, or the null block where the layer looks.
         """
         _check_batch(common_attn_metadata, self.block_size)
         self._check_masks(common_attn_metadata)
+        self._check_freed(common_attn_metadata)
         if self._builder is None:
             self._builder = self.make_builder()
         return self._builder.build(0, common_attn_metadata)
 
     def _check_masks(self, batch: CommonAttentionMetadata) -> None:
         """A backend that was not asked for a mask would leave it out in silence."""
+        is_decoder = self.attn_type is AttentionType.DECODER  # Of the others none is causal anyway.
+        if is_decoder and batch.causal is not True and not self.use_non_causal:
+            given = batch.causal if isinstance(batch.causal, bool) else "a tensor"
+            raise BatchError(
+                f"the batch has causal={given}, and layer {self.layer_name} is for causal batches; "
+                "build it with use_non_causal=True, or leave causal out"
+            )
         if batch.mm_req_doc_ranges and not self.use_mm_prefix:
             raise BatchError(
                 f"the batch has mm_req_doc_ranges, and layer {self.layer_name} was built without them; "
@@ -202,6 +214,42 @@ class PagedLayer(nn.Module):
                 f"the batch has {has}, and layer {self.layer_name} was built with{was} use_rswa; "
                 "prefixes are for the batches of layers with use_rswa=True, and for all of those"
             )
+
+    def _check_freed(self, batch: CommonAttentionMetadata) -> None:
+        """Whether a query sees a position whose page the batch says is freed; host numbers alone."""
+        if batch.freed_cpu is None or self.attn_type is not AttentionType.DECODER:
+            return
+        query_lens = batch.query_start_loc_cpu.diff().tolist()
+        seq_lens = batch.host_seq_lens("freed_cpu").tolist()
+        for row in range(batch.num_reqs):
+            start, end = batch.freed_cpu[row].tolist()
+            if start == end or not query_lens[row]:
+                continue
+            position = (
+                seq_lens[row] - query_lens[row]
+            )  # Of the first query, which looks back furthest.
+            if end > self._first_seen(batch, row, position) or start < self._prefix(batch, row):
+                raise BatchError(
+                    f"request {row} has the null block for positions {start} to {end - 1}, and layer "
+                    f"{self.layer_name} looks at some of them from position {position}; give the blocks "
+                    "of all it sees"
+                )
+
+    def _prefix(self, batch: CommonAttentionMetadata, row: int) -> int:
+        """First tokens that all later ones see, where the host knows."""
+        prefixes = batch.rswa_prefix_lens if self.use_rswa else None
+        return int(prefixes[row]) if prefixes is not None and prefixes.device.type == "cpu" else 0
+
+    def _first_seen(self, batch: CommonAttentionMetadata, row: int, position: int) -> int:
+        """The first key that a query sees, apart from the prefix of R-SWA."""
+        if self.sliding_window is not None:
+            first = position - self.sliding_window + 1
+        elif self.attention_chunk_size is not None:
+            first = position // self.attention_chunk_size * self.attention_chunk_size
+        else:
+            first = 0
+        ranges = (batch.mm_req_doc_ranges or {}).get(row, ())
+        return min([first, *(start for start, end in ranges if end >= position)])
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Call once when a checkpoint is loaded: scales are checked, and host copies follow them.
@@ -240,12 +288,59 @@ class PagedLayer(nn.Module):
         self, kv_cache: torch.Tensor | None, attn_metadata: Any | None
     ) -> tuple[torch.Tensor | None, Any | None]:
         """Cache and plan of a call: its own, else those of the `forward_context` around it."""
-        if (context := current_forward_context()) is not None:
+        context = current_forward_context()
+        if context is None and attn_metadata is None and kv_cache is not None:
+            raise BatchError(
+                f"layer {self.layer_name} got a cache and no plan; pass layer.build(batch) too, or "
+                "neither for a profiling run"
+            )
+        if isinstance(attn_metadata, torch.Tensor):
+            raise BatchError(
+                f"layer {self.layer_name} got a tensor as its plan; the cache comes first, then "
+                "what layer.build(batch) gives"
+            )
+        if context is not None:
             if attn_metadata is None:
                 attn_metadata = context.plan_of(self.layer_name)
             if kv_cache is None:
                 kv_cache = context.kv_caches.get(self.cache_name)
         return kv_cache, attn_metadata
+
+    def _fill(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+        attn_metadata: Any | None,
+    ) -> None:
+        """`_run`, and zeros in rows past the plan's tokens, which backends leave as they are; what the
+        custom op stands for.
+
+        Raises:
+            BatchError: cache and plan are not of this step.
+        """
+        kv_cache, plan = self._step_of(kv_cache, attn_metadata)
+        try:
+            self._run(query, key, value, output, lse, kv_cache, plan)
+        except AttributeError as error:
+            if not isinstance(plan, CommonAttentionMetadata):
+                raise
+            raise BatchError(
+                f"layer {self.layer_name} got a batch as its plan; pass layer.build(batch)"
+            ) from error
+        except IndexError as error:
+            if kv_cache is None or kv_cache.device.type != "cpu":
+                raise
+            raise BatchError(
+                f"layer {self.layer_name} was sent past its cache ({error}); give block ids from 0 to "
+                f"{kv_cache.shape[0] - 1}, for tokens and for slots"
+            ) from error
+        num_planned = getattr(plan, "num_actual_tokens", None)
+        if num_planned is not None and num_planned < output.shape[0]:
+            output[num_planned:].zero_()
 
     def _check_num_rows(self, query: torch.Tensor, attn_metadata: Any) -> None:
         num_planned = getattr(attn_metadata, "num_actual_tokens", 0)
@@ -270,6 +365,11 @@ class PagedLayer(nn.Module):
         if kv_cache is None:
             raise BatchError(
                 f"layer {self.layer_name} got a plan but no cache; pass cache[{self.cache_name!r}]"
+            )
+        if not isinstance(kv_cache, torch.Tensor):
+            raise BatchError(
+                f"layer {self.layer_name} got {type(kv_cache).__name__} as its cache; pass its tensor, "
+                f"cache[{self.cache_name!r}], and the plan behind it"
             )
         if page is not None and (*kv_cache.shape[1:], kv_cache.dtype) != page:
             *shape, dtype = page
@@ -303,6 +403,10 @@ def _host_scale(scale: torch.Tensor) -> float:
 
 def _check_batch(batch: CommonAttentionMetadata, block_size: int) -> None:
     """Shapes, dtypes and the page size only: nothing waits for the device."""
+    if not isinstance(batch, CommonAttentionMetadata):
+        raise BatchError(
+            f"build got {type(batch).__name__}; give a CommonAttentionMetadata, from make_batch say"
+        )
     if batch.block_size not in (None, block_size):
         raise BatchError(
             f"the batch speaks of blocks of {batch.block_size} tokens, the layer has blocks of "

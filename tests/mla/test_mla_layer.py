@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(how: str) -> No
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        ({"scale": float("nan")}, "not finite"),
+        ({"scale": float("nan")}, "scale nan is not allowed"),
         ({"block_size": 0}, "block_size 0"),
         ({"kv_cache_dtype": "fp3"}, "fp3"),
     ],

@@ -36,6 +36,7 @@ _PER_REQ = (
     "req_idx",
     "rswa_prefix_lens",
     "replayssm_decode_base_cpu",
+    "freed_cpu",
 )
 
 
@@ -129,6 +130,10 @@ class CommonAttentionMetadata:
     block_size: int | None = field(default=None, kw_only=True)
     """Tokens in a block of `block_table_tensor` and `slot_mapping`; layers with others refuse the batch.
     None: whoever made it does not say."""
+    freed_cpu: np.ndarray | None = field(default=None, kw_only=True)
+    """int64 (R, 2): positions [start, end) of a request between which null blocks stand in its table,
+    (0, 0) for none; layers that see one of them refuse the batch. None: there are none, or whoever made
+    it does not say."""
 
     _num_computed_tokens_cache: torch.Tensor | None = None
     _token_to_req_indices_cache: torch.Tensor | None = None

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnkit.errors import ConfigurationError
+from attnkit.arguments import check_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class MLADimensions:
         q_lora_rank: of the query's own compression; None: it has none. Attention does not feel it.
 
     Raises:
-        ConfigurationError: a size below 1.
+        ConfigurationError: a size that is no whole number of at least 1.
     """
 
     kv_lora_rank: int
@@ -42,10 +42,8 @@ class MLADimensions:
 
     def __post_init__(self) -> None:
         for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(
-                    f"{name} {getattr(self, name)} is not allowed; give at least 1"
-                )
+            check_count(name, getattr(self, name))
+        check_count("q_lora_rank", self.q_lora_rank, optional=True)
 
     @property
     def latent_size(self) -> int:

@@ -77,7 +77,7 @@ def kv_cache_torch_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch
 
 
 def _lookup(kv_cache_dtype: str) -> tuple[torch.dtype | None, KVQuantMode]:
-    if kv_cache_dtype not in CACHE_DTYPES:
+    if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in CACHE_DTYPES:
         raise ConfigurationError(
             f"kv_cache_dtype {kv_cache_dtype!r} is not known; use one of {', '.join(CACHE_DTYPES)}"
         )

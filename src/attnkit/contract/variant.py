@@ -10,12 +10,12 @@ logit that has no value.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from attnkit.arguments import check_count, check_number
 from attnkit.contract.types import AttentionType
 from attnkit.errors import ConfigurationError
 
@@ -66,15 +66,10 @@ class AttentionVariant:
         Raises:
             ConfigurationError: a value is outside what its attribute allows.
         """
-        if not math.isfinite(scale):
-            raise ConfigurationError(
-                f"scale {scale} is not finite; give a number such as D ** -0.5"
-            )
-        if sliding_window is not None and sliding_window < 1:
-            raise ConfigurationError(
-                f"sliding_window {sliding_window} sees nothing; give at least 1, or None for no window"
-            )
-        if logits_soft_cap is not None and not 0 <= logits_soft_cap < math.inf:
+        check_number("scale", scale)
+        check_count("sliding_window", sliding_window, optional=True)
+        check_number("logits_soft_cap", logits_soft_cap, optional=True)
+        if logits_soft_cap is not None and logits_soft_cap < 0:
             raise ConfigurationError(
                 f"logits_soft_cap {logits_soft_cap} is not allowed; give a finite number > 0, or None"
             )
@@ -124,7 +119,12 @@ def _per_head(
     """`values` as float32 (num_heads,). `lowest`: -inf is allowed (a sink that adds nothing)."""
     if values is None:
         return None
-    tensor = torch.as_tensor(values, device=device).detach().to(torch.float32).contiguous()
+    try:
+        tensor = torch.as_tensor(values, device=device).detach().to(torch.float32).contiguous()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"{name} {values!r} is not allowed; give {num_heads} numbers, one per head"
+        ) from error
     if tensor.shape != (num_heads,):
         raise ConfigurationError(
             f"{name} has shape {tuple(tensor.shape)}, but the layer has {num_heads} heads; "

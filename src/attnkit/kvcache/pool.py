@@ -11,7 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from attnkit.contract import AttentionBackend, AttentionSpec, DeviceCapability, KVCacheLayout
+from attnkit.contract import (
+    AttentionBackend,
+    AttentionSpec,
+    DeviceCapability,
+    KVCacheLayout,
+    get_kv_quant_mode,
+    kv_cache_torch_dtype,
+)
 from attnkit.errors import CacheError
 from attnkit.kvcache import layout as _layout
 
@@ -52,13 +59,13 @@ class PagedKVCache:
                 belongs to one group of layers at a time. None: every layer has memory of its own.
             backends: layer name -> backend class, for older backends that ask for a cache shape of
                 their own. These layers have memory of their own even where they are in `overlays`.
-            kv_cache_dtype: handed to those.
+            kv_cache_dtype: handed to those; "auto", or what the specs of the others say anyway.
             poison: fill pages with NaN.
 
         Raises:
             CacheError: fewer than 2 blocks or more than int32 block ids, a page that cannot be
-                split, overlaid layers whose pages differ in bytes, names that have no spec, or a
-                layout that cannot hold the specs.
+                split, overlaid layers whose pages differ in bytes, names that have no spec, a
+                layout that cannot hold the specs, or a format that they do not have.
             ConfigurationError: there is no such device.
         """
         if not specs:
@@ -72,6 +79,11 @@ class PagedKVCache:
                 raise CacheError(
                     f"backends names layer {name!r}, which has no spec; specs are of {', '.join(specs)}"
                 )
+        if not isinstance(layout, KVCacheLayout):
+            raise CacheError(
+                f"layout {layout!r} is no KVCacheLayout; give KVCacheLayout.LBHNC or another, or "
+                "KVCacheLayout.parse('HND')"
+            )
         DeviceCapability.of(device)
         self.specs = dict(specs)
         self.num_blocks = num_blocks
@@ -264,6 +276,7 @@ class PagedKVCache:
             if own is not None:
                 tensors[name], self._block_dims[name] = own
         names = [n for n in kernel_specs if n not in tensors]
+        _check_format(kv_cache_dtype, {name: self.specs[name] for name in names})
         shared = _storages(names, overlays, self.specs)
         if shared:
             storages = _layout.allocate(
@@ -275,6 +288,19 @@ class PagedKVCache:
             for members, views in zip(shared, storages, strict=True):
                 tensors.update(zip(members, views, strict=True))
         return {name: tensors[name] for name in self.specs}
+
+
+def _check_format(kv_cache_dtype: str, specs: Mapping[str, AttentionSpec]) -> None:
+    """A format is the specs' to say, which a layer made with `kv_cache_dtype` gives."""
+    mode = get_kv_quant_mode(kv_cache_dtype)
+    for name, spec in specs.items():
+        wanted = kv_cache_torch_dtype(kv_cache_dtype, spec.dtype), mode
+        if kv_cache_dtype != "auto" and wanted != (spec.dtype, spec.kv_quant_mode):
+            raise CacheError(
+                f"kv_cache_dtype {kv_cache_dtype!r} was given, and the spec of layer {name} says "
+                f"{spec.dtype} ({spec.kv_quant_mode.name}); make the layer with kv_cache_dtype="
+                f"{kv_cache_dtype!r} and take its get_kv_cache_spec()"
+            )
 
 
 def block_bytes(

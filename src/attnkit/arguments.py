@@ -1,0 +1,93 @@
+"""Arguments: whether one value that a user gave is of the kind that was asked for.
+
+In: its name, the value and what is allowed. Out: nothing, or an error of the caller's kind that says
+all three. Whether values fit each other is the business of who takes them.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+from attnkit.errors import AttnkitError, ConfigurationError
+
+
+def check_count(
+    name: str,
+    value: Any,
+    *,
+    lowest: int = 1,
+    highest: int | None = None,
+    optional: bool = False,
+    error: type[AttnkitError] = ConfigurationError,
+) -> None:
+    """A whole number of at least `lowest` and, if given, at most `highest`; Python's or numpy's.
+
+    Args:
+        optional: None is allowed too.
+        error: to raise.
+    """
+    if optional and value is None:
+        return
+    if not is_count(value) or value < lowest or (highest is not None and value > highest):
+        most = f"at least {lowest}" if highest is None else f"{lowest} to {highest}"
+        raise error(
+            f"{name} {value!r} is not allowed; give a whole number, {most}{_or_none(optional)}"
+        )
+
+
+def check_number(name: str, value: Any, *, optional: bool = False) -> None:
+    """A finite number.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if optional and value is None:
+        return
+    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+        raise ConfigurationError(
+            f"{name} {value!r} is not allowed; give a finite number{_or_none(optional)}"
+        )
+
+
+def check_flags(values: dict[str, Any], *, error: type[AttnkitError] = ConfigurationError) -> None:
+    """True or False, nothing that stands for them: the text "no" would count as yes."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise error(f"{name} {value!r} is not allowed; give True or False")
+
+
+def check_text(name: str, value: Any, *, optional: bool = False) -> None:
+    """A string.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if not isinstance(value, str) and not (optional and value is None):
+        raise ConfigurationError(
+            f"{name} {value!r} is not allowed; give a string{_or_none(optional)}"
+        )
+
+
+def check_dtype(value: Any) -> None:
+    """A `torch.dtype`, not its name.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if not isinstance(value, torch.dtype):
+        raise ConfigurationError(
+            f"dtype {value!r} is not allowed; give a torch.dtype, torch.bfloat16 say"
+        )
+
+
+def is_count(value: Any) -> bool:
+    """A whole number by its type; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _or_none(optional: bool) -> str:
+    return ", or None" if optional else ""
