@@ -136,7 +136,7 @@ def test_what_chunks_cannot_do_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"attention_chunk_size": 0}, "attention_chunk_size 0 sees nothing"),
+        ({"attention_chunk_size": 0}, "attention_chunk_size 0 is not allowed"),
         ({"attention_chunk_size": 24}, "24 is no multiple of block_size 16"),
         ({"sliding_window": 4}, "attention_chunk_size and sliding_window exclude"),
         ({"use_mm_prefix": True}, "attention_chunk_size and use_mm_prefix exclude"),
