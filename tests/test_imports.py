@@ -19,6 +19,7 @@ ROOT = Path(attnkit.__file__).parent
 FOUNDATION = {"errors", "arguments", "environment", "contract"}
 PAGES = FOUNDATION | {"upload", "batch", "kvcache"}
 CHOICE = PAGES | {
+    "output_quant",
     "mla",
     "backends",
     "matrix",
@@ -37,13 +38,29 @@ ARROWS: dict[str, set[str]] = {
     "contract": {"errors", "arguments"},
     "batch": {"errors", "arguments", "contract", "upload"},
     "kvcache": {"errors", "arguments", "contract"},
+    "output_quant": {"errors", "contract", "kvcache"},
     "mla": {"errors", "contract", "kvcache", "upload"},
-    "backends": {"errors", "contract", "kvcache", "environment", "mla"},
+    "backends": {"errors", "contract", "kvcache", "environment", "mla", "output_quant"},
     "matrix": {"errors", "contract"},
     "compiled": {"errors"},
     "selection": {"errors", "contract", "backends"},
-    "paged_layer": {"errors", "arguments", "contract", "compiled", "selection"},
-    "layer": {"errors", "arguments", "contract", "backends", "selection", "paged_layer"},
+    "paged_layer": {
+        "errors",
+        "arguments",
+        "contract",
+        "compiled",
+        "output_quant",
+        "selection",
+    },
+    "layer": {
+        "errors",
+        "arguments",
+        "contract",
+        "backends",
+        "output_quant",
+        "selection",
+        "paged_layer",
+    },
     "prefill_selection": {"errors", "contract", "mla", "backends", "selection"},
     "mla_layer": {
         "errors",
@@ -51,6 +68,7 @@ ARROWS: dict[str, set[str]] = {
         "contract",
         "kvcache",
         "mla",
+        "output_quant",
         "selection",
         "prefill_selection",
         "paged_layer",

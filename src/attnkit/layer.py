@@ -34,6 +34,7 @@ from attnkit.contract import (
     kv_cache_torch_dtype,
 )
 from attnkit.errors import BackendError, BatchError, ConfigurationError
+from attnkit.output_quant import QuantizedOutput
 from attnkit.paged_layer import PagedLayer, logical_page
 from attnkit.selection import AttentionRequest, select
 
@@ -349,6 +350,7 @@ class Attention(PagedLayer):
         value: torch.Tensor | None,
         kv_cache: torch.Tensor | None = None,
         attn_metadata: Any | None = None,
+        quantized: QuantizedOutput | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Write K and V into the cache, attend, return.
 
@@ -360,6 +362,7 @@ class Attention(PagedLayer):
             kv_cache: this layer's cache; None: from `forward_context`.
             attn_metadata: this step's plan; None: from `forward_context`, and outside of one a
                 profiling run, which returns zeros (and an lse of -inf).
+            quantized: write codes there and return them as the output.
 
         Returns:
             The output, shaped as `query` with head_size_v; with `return_lse` also the lse, float32
@@ -367,6 +370,7 @@ class Attention(PagedLayer):
 
         Raises:
             BatchError: a tensor does not fit the layer or the plan; nothing has been written.
+            UnsupportedConfiguration: the backend does not write such codes (`quantized`).
         """
         q = self._heads("query", query, self.num_heads, self.head_size)
         k = v = None
@@ -383,22 +387,27 @@ class Attention(PagedLayer):
                 f"layer {self.layer_name} got {'no key' if key is None else 'no value'}, and its K and "
                 "V are in no other layer's cache; pass both, or set kv_sharing_target_layer_name"
             )
-        output = q.new_empty(q.shape[0], self.num_heads, self.head_size_v)
+        scales: tuple[torch.Tensor | None, ...] = ()
+        if quantized is None:
+            output = q.new_empty(q.shape[0], self.num_heads, self.head_size_v)
+        else:
+            self._check_quantized(quantized, q.shape[0])
+            output, scales = quantized.codes, (quantized.scale, quantized.block_scale)
         lse = (
             torch.full((q.shape[0], self.num_heads), -math.inf, device=q.device)
             if self.return_lse
             else None
         )
         if torch.compiler.is_compiling():
-            if kv_cache is not None or attn_metadata is not None:
+            if not (kv_cache is None and attn_metadata is None and quantized is None):
                 raise ConfigurationError(
-                    "a compiled graph cannot carry a cache or a plan; leave them out and put "
-                    "attnkit.forward_context(...) around the compiled call"
+                    "a compiled graph cannot carry a cache, a plan or memory for codes; leave them "
+                    "out and put attnkit.forward_context(...) around the compiled call"
                 )
             torch.ops.attnkit.attention(q, k, v, output, lse, self._order, self._handle)
         else:
-            self._fill(q, k, v, output, lse, kv_cache, attn_metadata)
-        if query.dim() == 2:
+            self._fill(q, k, v, output, lse, kv_cache, attn_metadata, *scales)
+        if query.dim() == 2 and quantized is None:
             output = output.flatten(1)
         return output if lse is None else (output, lse)
 
@@ -417,6 +426,7 @@ class Attention(PagedLayer):
         lse: torch.Tensor | None,
         kv_cache: torch.Tensor | None,
         attn_metadata: Any | None,
+        *scales: torch.Tensor | None,
     ) -> None:
         if attn_metadata is None:
             output.zero_()
@@ -435,6 +445,7 @@ class Attention(PagedLayer):
             kv_cache,
             attn_metadata,
             *((output,) if self._passes_output else ()),
+            *scales,
         )
         if lse is not None and not isinstance(result, tuple):
             raise BackendError(

@@ -38,6 +38,7 @@ from attnkit.errors import (
 from attnkit.kvcache.formats import LATENT_FORMATS
 from attnkit.mla.prefill_backend import MLAPrefillBackend
 from attnkit.mla.projection import KvBProjection
+from attnkit.output_quant import QuantizedOutput
 from attnkit.paged_layer import PagedLayer, logical_page
 from attnkit.prefill_selection import select_prefill
 from attnkit.selection import AttentionRequest, select
@@ -234,6 +235,7 @@ class MLAAttention(PagedLayer):
         k_pe: torch.Tensor,
         kv_cache: torch.Tensor | None = None,
         attn_metadata: Any | None = None,
+        quantized: QuantizedOutput | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Write latents into the cache, attend, return.
 
@@ -244,6 +246,7 @@ class MLAAttention(PagedLayer):
             kv_cache: this layer's cache; None: from `forward_context`.
             attn_metadata: this step's plan; None: from `forward_context`, and outside of one a
                 profiling run, which returns zeros (and an lse of -inf).
+            quantized: write codes there and return them as the output.
 
         Returns:
             The output (num_tokens, num_heads, v_head_dim), flattened as q; with `return_lse` also the
@@ -251,6 +254,7 @@ class MLAAttention(PagedLayer):
 
         Raises:
             BatchError: a tensor does not fit the layer or the plan; nothing has been written.
+            UnsupportedConfiguration: the backend does not write such codes (`quantized`).
         """
         d = self.dimensions
         query = self._heads("q", q, self.num_heads, d.qk_head_dim)
@@ -261,20 +265,25 @@ class MLAAttention(PagedLayer):
                 f"layer {self.layer_name} got {kv_c.shape[0]} latents and {pe.shape[0]} rotated parts; "
                 "give one of each per token"
             )
+        if quantized is not None:
+            self._check_quantized(quantized, query.shape[0])
         output = query.new_empty(query.shape[0], self.num_heads, d.v_head_dim)
         lse = None
         if self.return_lse:
             lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
         if torch.compiler.is_compiling():
-            if kv_cache is not None or attn_metadata is not None:
+            if not (kv_cache is None and attn_metadata is None and quantized is None):
                 raise ConfigurationError(
-                    "a compiled graph cannot carry a cache or a plan; leave them out and put "
-                    "attnkit.forward_context(...) around the compiled call"
+                    "a compiled graph cannot carry a cache, a plan or memory for codes; leave them "
+                    "out and put attnkit.forward_context(...) around the compiled call"
                 )
             torch.ops.attnkit.attention(query, kv_c, pe, output, lse, self._order, self._handle)
         else:
             self._fill(query, kv_c, pe, output, lse, kv_cache, attn_metadata)
-        if q.dim() == 2:
+        if quantized is not None:
+            quantized.write(output)
+            output = quantized.codes
+        elif q.dim() == 2:
             output = output.flatten(1)
         return output if lse is None else (output, lse)
 
@@ -288,6 +297,7 @@ class MLAAttention(PagedLayer):
         lse: torch.Tensor | None,
         kv_cache: torch.Tensor | None,
         attn_metadata: Any | None,
+        *scales: torch.Tensor | None,
     ) -> None:
         """Fill `output` and `lse`; key is kv_c (num_tokens, 1, kv_lora_rank), value k_pe likewise."""
         assert key is not None

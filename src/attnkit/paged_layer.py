@@ -26,7 +26,8 @@ from attnkit.contract import (
     CommonAttentionMetadata,
     VllmConfig,
 )
-from attnkit.errors import BatchError, ConfigurationError
+from attnkit.errors import BatchError, ConfigurationError, UnsupportedConfiguration
+from attnkit.output_quant import QuantizedOutput
 from attnkit.selection import Selection
 
 _COUNTER = itertools.count()
@@ -149,6 +150,7 @@ class PagedLayer(nn.Module):
         lse: torch.Tensor | None,
         kv_cache: torch.Tensor | None,
         attn_metadata: Any | None,
+        *scales: torch.Tensor | None,
     ) -> None:
         """Fill `output` and `lse` as far as the plan goes; None for both cache and plan: profile."""
         raise NotImplementedError
@@ -315,16 +317,17 @@ class PagedLayer(nn.Module):
         lse: torch.Tensor | None,
         kv_cache: torch.Tensor | None,
         attn_metadata: Any | None,
+        *scales: torch.Tensor | None,
     ) -> None:
         """`_run`, and zeros in rows past the plan's tokens, which backends leave as they are; what the
-        custom op stands for.
+        custom op stands for. `scales` are the two of a quantised output.
 
         Raises:
             BatchError: cache and plan are not of this step.
         """
         kv_cache, plan = self._step_of(kv_cache, attn_metadata)
         try:
-            self._run(query, key, value, output, lse, kv_cache, plan)
+            self._run(query, key, value, output, lse, kv_cache, plan, *scales)
         except AttributeError as error:
             if not isinstance(plan, CommonAttentionMetadata):
                 raise
@@ -377,6 +380,21 @@ class PagedLayer(nn.Module):
                 f"layer {self.layer_name} got a cache of shape {tuple(kv_cache.shape)} and "
                 f"{kv_cache.dtype}; its blocks are {tuple(shape)} of {dtype} (KV heads, block_size, "
                 f"sizes of K and V together)"
+            )
+
+    def _check_quantized(self, quantized: QuantizedOutput, num_tokens: int) -> None:
+        """Whether the impl writes such codes, and there is room for this step's."""
+        if not self.impl.fused_output_quant_supported(quantized.key):  # type: ignore[attr-defined]
+            reason = f"quantised outputs ({quantized.key}) are not supported"
+            raise UnsupportedConfiguration(
+                f"backend {self.selection.name}: {reason}; leave `quantized` out and quantise after",
+                (reason,),
+            )
+        width = self.num_heads * self.head_size_v
+        if quantized.shape != (num_tokens, width):
+            raise BatchError(
+                f"layer {self.layer_name} got memory for codes of {quantized.shape} numbers; its output "
+                f"is {(num_tokens, width)}"
             )
 
     def _heads(self, name: str, x: torch.Tensor, heads: int, size: int) -> torch.Tensor:

@@ -361,6 +361,7 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend to the cache, or, in encoders, to `key` and `value` themselves."""
+        self.refuse_output_scales(output_scale, output_block_scale)
         if attn_metadata is None:
             return output.zero_()
         plan = attn_metadata

@@ -244,6 +244,7 @@ class LibraryImpl(AttentionImpl[PlanT]):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend over the cache."""
+        self.refuse_output_scales(output_scale, output_block_scale)
         if attn_metadata is None:
             return output.zero_()
         num_tokens, sinks = attn_metadata.num_tokens, self.variant.sinks

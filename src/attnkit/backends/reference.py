@@ -24,11 +24,13 @@ from attnkit.contract import (
     AttentionVariant,
     CommonAttentionMetadata,
     CommonMetadataBuilder,
+    QuantKey,
 )
 from attnkit.errors import UnsupportedConfiguration
 from attnkit.kvcache.formats import (
     cache_format,
 )
+from attnkit.output_quant import OUTPUT_KEYS, QuantizedOutput, attend_then_quantize
 
 _CACHELESS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
@@ -124,6 +126,9 @@ class ReferenceImpl(AttentionImpl[CommonAttentionMetadata]):
             use_alibi_sqrt=use_alibi_sqrt,
         )
 
+    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
+        return quant_key in OUTPUT_KEYS
+
     def forward(
         self,
         layer: AttentionLayer,
@@ -141,6 +146,18 @@ class ReferenceImpl(AttentionImpl[CommonAttentionMetadata]):
 
         Cross attention (`ENCODER_DECODER`) sees the first `encoder_seq_lens` tokens of the cache.
         """
+        if output_scale is not None or output_block_scale is not None:
+            return attend_then_quantize(
+                self.forward,
+                self.head_size_v,
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                QuantizedOutput(codes=output, scale=output_scale, block_scale=output_block_scale),
+            )
         if attn_metadata is None:
             output.zero_()
             return output

@@ -20,6 +20,8 @@ from attnkit.contract import (
     AttentionType,
     CommonAttentionMetadata,
     CommonMetadataBuilder,
+    QuantKey,
+    kFp8StaticTensorSym,
 )
 from attnkit.errors import UnsupportedConfiguration
 
@@ -694,6 +696,31 @@ class WrittenAfterAttention(TwinImpl):
         if attn_metadata is not None and kv_cache.numel():
             self.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
         return result
+
+
+@_caught_by("law:codes_of_outputs_are_those_of_numbers")
+class ScaleOfTheOutputIgnored(TwinImpl):
+    """Codes are the numbers themselves, whatever the next layer's scale is."""
+
+    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
+        return quant_key == kFp8StaticTensorSym
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CommonAttentionMetadata,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        rows = torch.zeros(query.shape[0], query.shape[1], value.shape[2], dtype=query.dtype)
+        result = super().forward(layer, query, key, value, kv_cache, attn_metadata, rows)
+        output.copy_(rows.view_as(output))
+        return (output, result[1]) if isinstance(result, tuple) else output
 
 
 @_caught_by("case:padding-decode-fp32")

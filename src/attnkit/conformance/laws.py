@@ -31,7 +31,10 @@ from attnkit.conformance.inputs import UNWRITTEN, Inputs
 from attnkit.conformance.oracle import merge
 from attnkit.conformance.parts import key_pages, one_request, smaller_pages
 from attnkit.conformance.subject import LawBroken, NotClaimed, Result, Subject
+from attnkit.contract import kFp8StaticTensorSym, kNvfp4Dynamic
+from attnkit.errors import UnsupportedConfiguration
 from attnkit.layer import Attention
+from attnkit.output_quant import OUTPUT_KEYS, QuantizedOutput
 from attnkit.paged_layer import PagedLayer
 
 Law = Callable[[Subject], None]
@@ -382,6 +385,44 @@ def strides_do_not_matter(subject: Subject) -> None:
         run_and_judge(subject, layer, strided)
 
 
+def codes_of_outputs_are_those_of_numbers(subject: Subject) -> None:
+    """A quantised output is what quantising the output gives, to the bit, in every format the impl says
+    it writes; others are refused."""
+    case = _base(subject, padding_tokens=2, padding_reqs=1, num_heads=16)
+    layer = subject.layer(case)
+    inputs = subject.inputs(layer, case)
+    want, _ = run_and_judge(subject, layer, inputs)
+    plan = subject.plan(layer, inputs, inputs.batch)
+    num_rows, written = inputs.query.shape[0], case.num_tokens
+    width = case.num_heads * layer.head_size_v
+    for key in OUTPUT_KEYS:
+        scale = None
+        if key in (kFp8StaticTensorSym, kNvfp4Dynamic):
+            scale = torch.full((), 0.03, device=subject.device)
+        made, expected = (
+            QuantizedOutput.empty(key, num_rows, width, scale=scale, device=subject.device)
+            for _ in range(2)
+        )
+        step: Any = (inputs.query, inputs.key, inputs.value, inputs.kv_cache, plan)
+        if not layer.impl.fused_output_quant_supported(key):  # type: ignore[attr-defined]
+            _expect_refused(lambda step=step, made=made: layer(*step, quantized=made))
+            continue
+        layer(*step, quantized=made)
+        expected.write(want.out)
+        for name in ("codes", "block_scale"):
+            got, right = (getattr(x, name) for x in (made, expected))
+            if got is not None and not torch.equal(bits(got[:written]), bits(right[:written])):
+                raise LawBroken(f"{name} of {key} are not those of the output ({case})")
+
+
+def _expect_refused(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except UnsupportedConfiguration:
+        return
+    raise LawBroken("memory for codes was taken from an impl that says it writes none")
+
+
 def lse_is_float32_per_token_and_head(subject: Subject) -> None:
     """What the impl itself returns: its output buffer, and an LSE of float32 (num_tokens, num_heads)."""
     for layer, case in claimed(subject):
@@ -559,6 +600,7 @@ LAWS: dict[str, Law] = {
         a_tree_is_its_paths,
         strides_do_not_matter,
         lse_is_float32_per_token_and_head,
+        codes_of_outputs_are_those_of_numbers,
         the_users_path_is_the_same,
         shared_cache_is_only_read,
         profiling_writes_zeros,

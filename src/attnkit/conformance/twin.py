@@ -91,6 +91,7 @@ class TwinImpl(AttentionImpl[CommonAttentionMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
+        self.refuse_output_scales(output_scale, output_block_scale)
         if attn_metadata is None:
             return self.profile(output)
         lse = torch.full(query.shape[:2], -math.inf)

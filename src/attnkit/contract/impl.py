@@ -23,6 +23,7 @@ from attnkit.contract.quant import (
     kNvfp4Dynamic,
 )
 from attnkit.contract.types import AttentionType
+from attnkit.errors import UnsupportedConfiguration
 
 T = TypeVar("T")
 """The metadata class a builder makes and its impl reads."""
@@ -247,6 +248,22 @@ class AttentionImpl(AttentionImplBase[T], Generic[T]):
         """Whether `forward` can write its output quantised like this. Asked by a compiler that
         looks for a quantisation after attention to fuse."""
         return False
+
+    def refuse_output_scales(
+        self, output_scale: torch.Tensor | None, output_block_scale: torch.Tensor | None
+    ) -> None:
+        """Ours: for a `forward` that writes plain numbers only.
+
+        Raises:
+            UnsupportedConfiguration: a scale of a quantised output was given.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            reason = "quantised outputs are not supported"
+            raise UnsupportedConfiguration(
+                f"{type(self).__name__}: {reason}; ask fused_output_quant_supported before, and "
+                "quantise after attention",
+                (reason,),
+            )
 
     def fused_rope_kvcache_supported(self) -> bool:
         """Whether `do_rope_and_kv_cache_update` is there. Asked by the same kind of compiler."""

@@ -25,12 +25,14 @@ from attnkit.contract import (
     AttentionVariant,
     DeviceCapability,
     KVCacheLayout,
+    QuantKey,
 )
 from attnkit.errors import BatchError, UnsupportedConfiguration
 from attnkit.kvcache.formats import (
     CacheFormat,
     cache_format,
 )
+from attnkit.output_quant import OUTPUT_KEYS, QuantizedOutput, attend_then_quantize
 
 _CACHELESS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
@@ -168,6 +170,9 @@ class CpuImpl(AttentionImpl[CpuMetadata]):
                 key, value, kv_cache, slot_mapping, layer._k_scale, layer._v_scale
             )
 
+    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
+        return quant_key in OUTPUT_KEYS
+
     def forward(
         self,
         layer: AttentionLayer,
@@ -188,6 +193,18 @@ class CpuImpl(AttentionImpl[CpuMetadata]):
             BatchError: a dtype or stride the kernels do not read, or block ids outside the cache;
                 nothing has been written.
         """
+        if output_scale is not None or output_block_scale is not None:
+            return attend_then_quantize(
+                self.forward,
+                self.head_size_v,
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                QuantizedOutput(codes=output, scale=output_scale, block_scale=output_block_scale),
+            )
         if attn_metadata is None:
             output.zero_()
             return output

@@ -99,6 +99,7 @@ class HopperImpl(AttentionImpl[HopperMetadata]):
             BatchError: the copy engine cannot read `query`.
             CacheError: it cannot read `kv_cache`, or that has another dtype than `query`.
         """
+        self.refuse_output_scales(output_scale, output_block_scale)
         if attn_metadata is None:
             output.zero_()
             return output

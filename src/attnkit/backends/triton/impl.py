@@ -21,9 +21,11 @@ from attnkit.contract import (
     AttentionLayer,
     AttentionType,
     AttentionVariant,
+    QuantKey,
 )
 from attnkit.errors import UnsupportedConfiguration
 from attnkit.kvcache.formats import CACHE_FORMATS, cache_format
+from attnkit.output_quant import OUTPUT_KEYS, QuantizedOutput, attend_then_quantize
 
 _MAX_PARTS = 1 << 27
 """Float32 elements (512 MiB) that shared requests may take: batches whose parts need more have enough
@@ -80,6 +82,9 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             use_alibi_sqrt=use_alibi_sqrt,
         )
 
+    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
+        return quant_key in OUTPUT_KEYS
+
     def forward(
         self,
         layer: AttentionLayer,
@@ -93,6 +98,18 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend over the cache, or over `key` and `value` themselves for the encoder types."""
+        if output_scale is not None or output_block_scale is not None:
+            return attend_then_quantize(
+                self.forward,
+                self.head_size_v,
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                QuantizedOutput(codes=output, scale=output_scale, block_scale=output_block_scale),
+            )
         if attn_metadata is None:
             output.zero_()
             return output

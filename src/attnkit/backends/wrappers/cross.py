@@ -190,6 +190,7 @@ class CrossAttentionImpl(WrapperImpl):
         Raises:
             BatchError: fewer of them than the plan writes; nothing has been written.
         """
+        self.refuse_output_scales(output_scale, output_block_scale)
         if attn_metadata is None:
             return output.zero_()
         slots = attn_metadata.slot_mapping

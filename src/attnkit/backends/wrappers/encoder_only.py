@@ -184,6 +184,7 @@ class EncoderOnlyImpl(WrapperImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Put K and V into the scratch pages and attend; `kv_cache` is not looked at."""
+        self.refuse_output_scales(output_scale, output_block_scale)
         if attn_metadata is None:
             return output.zero_()
         plan = attn_metadata

@@ -161,6 +161,7 @@ class FastPrefillImpl(WrapperImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend with the wanted tokens' queries; rows of padding stay as they were."""
+        self.refuse_output_scales(output_scale, output_block_scale)
         if attn_metadata is None:
             return output.zero_()
         (impl,) = self.inner

@@ -391,6 +391,7 @@ class HybridImpl(WrapperImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        self.refuse_output_scales(output_scale, output_block_scale)
         if attn_metadata is None:
             return output.zero_()
         lse = None

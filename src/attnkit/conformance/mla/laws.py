@@ -204,6 +204,7 @@ MLA_LAWS: dict[str, Law] = {
         workspace_does_not_matter,
         strides_do_not_matter,
         lse_is_float32_per_token_and_head,
+        laws.codes_of_outputs_are_those_of_numbers,
         profiling_writes_zeros,
         the_device_has_the_last_word_on_lengths,
         padding_rows_are_zero,
