@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from attnkit.batch import make_batch
+from attnkit.compiled import forward_context
 from attnkit.conformance.captured import captured_steps_replay
 from attnkit.conformance.case import DTYPES, Case
 from attnkit.conformance.checks import (
@@ -496,7 +497,8 @@ def profiling_writes_zeros(subject: Subject) -> None:
     for layer, case in claimed(subject):
         inputs = subject.inputs(layer, case)
         before = bits(inputs.kv_cache)
-        answer = layer(inputs.query, inputs.key, inputs.value, inputs.kv_cache, None)
+        with forward_context({}, {layer.cache_name: inputs.kv_cache}):
+            answer = layer(inputs.query, inputs.key, inputs.value)
         out = answer[0] if isinstance(answer, tuple) else answer
         if bool((out != 0).any()):
             raise LawBroken("the output of a profiling run is not zero")

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from attnkit.compiled import forward_context
 from attnkit.conformance import laws
 from attnkit.conformance.checks import CacheWatch, bits, judge, run_and_judge
 from attnkit.conformance.inputs import Inputs
@@ -104,7 +105,8 @@ def profiling_writes_zeros(subject: Subject) -> None:
     for layer, case in claimed(subject, _base(subject)):
         inputs = subject.inputs(layer, case)
         before = bits(inputs.kv_cache)
-        answer = layer(inputs.query, inputs.key, inputs.value, inputs.kv_cache, None)
+        with forward_context({}, {layer.cache_name: inputs.kv_cache}):
+            answer = layer(inputs.query, inputs.key, inputs.value)
         out = answer[0] if isinstance(answer, tuple) else answer
         if bool((out != 0).any()):
             raise LawBroken("the output of a profiling run is not zero")
