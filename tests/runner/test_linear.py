@@ -65,3 +65,22 @@ class OwnLinear(nn.Linear):
 def test_other_classes_stay_as_they_are() -> None:
     model = nn.Sequential(OwnLinear(8, 8, dtype=torch.bfloat16))
     assert pack_linears(model) == 0
+
+
+@pytest.mark.parametrize("dtype", PACKABLE)
+def test_a_graph_holds_a_handle_instead_of_the_weight(dtype: torch.dtype) -> None:
+    linear = nn.Linear(24, 40, dtype=dtype).requires_grad_(False)
+    packed = PackedLinear(linear, "model.head")
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append((graph, inputs))
+        return graph
+
+    x = torch.randn(3, 24, dtype=dtype)
+    assert torch.equal(torch.compile(packed, backend=keep, fullgraph=True)(x), packed(x))
+    ((graph, inputs),) = graphs
+    (node,) = (n for n in graph.graph.nodes if n.op == "call_function")
+    assert "packed_linear" in str(node.target)
+    assert node.args[1].startswith("model.head#")
+    assert len(inputs) == 1, "x alone: a graph with packed weights cannot be kept on disk"

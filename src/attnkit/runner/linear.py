@@ -2,10 +2,15 @@
 
 In: a model on the CPU. Out: the same model with its 16-bit `nn.Linear` replaced. torch's own layer
 sorts such a weight anew in every call, which takes as long as a decode step's product itself: with
-16 rows, 576 x 1536 and 576 x 49,152 weights took 1.5 and 1.8 times as long.
+16 rows, 576 x 1536 and 576 x 49,152 weights took 1.5 and 1.8 times as long. In a compiled graph the
+layer is one opaque node, `torch.ops.attnkit.packed_linear`, with a handle instead of the weight: a graph
+that holds packed weights cannot be kept on disk, and would be compiled at every start.
 """
 
 from __future__ import annotations
+
+import itertools
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -15,22 +20,36 @@ _HINT_ROWS = 16
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b with W packed for oneDNN. For inference; torch.compile packs by itself.
+    """y = x W^T + b with W packed for oneDNN. For inference.
 
     Attributes:
         weight: (out_features, in_features); its shape and dtype can be read, its values not.
         bias: (out_features,) or None.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, name: str = "linear") -> None:
+        """
+        Args:
+            linear: the layer to replace.
+            name: its name in the model. Models loaded alike in two processes have equal handles, so
+                that their graphs are the same to a cache.
+        """
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _HINT_ROWS)
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = linear.bias
+        self._handle = f"{name}#{next(_COUNTER)}"
+        _LAYERS[self._handle] = self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        if torch.compiler.is_compiling():
+            return torch.ops.attnkit.packed_linear(x, self._handle, self.out_features)
+        return self.multiply(x)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """What the node calls."""
+        return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
@@ -46,10 +65,10 @@ def pack_linears(model: nn.Module) -> int:
         How many layers were replaced.
     """
     num_packed = 0
-    for module in list(model.modules()):
+    for prefix, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and is_packable(child.weight):
-                setattr(module, name, PackedLinear(child))
+                setattr(module, name, PackedLinear(child, f"{prefix}.{name}"))
                 num_packed += 1
     return num_packed
 
@@ -61,3 +80,21 @@ def is_packable(weight: torch.Tensor) -> bool:
     if weight.dtype is torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return weight.dtype is torch.float16 and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+_COUNTER = itertools.count()
+_LAYERS: WeakValueDictionary[str, PackedLinear] = WeakValueDictionary()
+
+
+def _packed_linear(x: torch.Tensor, handle: str, out_features: int) -> torch.Tensor:
+    return _LAYERS[handle].multiply(x)
+
+
+def _packed_linear_fake(x: torch.Tensor, handle: str, out_features: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+_LIBRARY = torch.library.Library("attnkit", "FRAGMENT")
+_LIBRARY.define("packed_linear(Tensor x, str handle, int out_features) -> Tensor")
+_LIBRARY.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
+torch.library.register_fake("attnkit::packed_linear", _packed_linear_fake, lib=_LIBRARY)

@@ -84,8 +84,9 @@ class LLM:
                 chunks. None: 2048 on a CPU, 8192 on a GPU.
             enable_prefix_caching: compute a beginning that prompts share once.
             kv_connector: `save_kv` and `load_kv` will be used; only backends that allow it are chosen.
-            compile: let torch.compile fuse what lies between weights and attention. The first
-                steps take minutes, and on a CPU packed copies of the weights stay in memory.
+            compile: let torch.compile fuse what lies between weights and attention. The first step
+                takes a minute or two, and some ten seconds in later processes, which find the code
+                in torch's cache (TORCHINDUCTOR_CACHE_DIR).
             cuda_graphs: capture steps in which every request computes one token as CUDA graphs, when
                 they are first needed, and replay them. None: on a GPU, if every layer's backend and the
                 model allow it (`explain` says it); True: or raise.
@@ -111,8 +112,7 @@ class LLM:
         loaded, self.dtype = load_model(checkpoint, dtype, where)
         # Before its weights are packed, which hides them.
         self._fingerprint = model_fingerprint(loaded) if kv_connector else None
-        if not compile:
-            pack_linears(loaded)
+        pack_linears(loaded)
         tokens = max_num_batched_tokens
         tokens = (2048 if where.type == "cpu" else 8192) if tokens is None else tokens
         seqs = min(256, tokens) if max_num_seqs is None else max_num_seqs
