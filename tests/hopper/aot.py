@@ -69,10 +69,10 @@ def signature(arg_names: list[str], config: Any, dtype: str) -> dict[str, str]:
             types_of[name] = "constexpr"
         elif absent.get(name):
             types_of[name] = f"*{dtype}"
-        elif name == "q_desc":
+        elif name in ("q_desc", "q_rope_desc"):
             rows = getattr(config, "tile_rows", 64)
             types_of[name] = descriptor(rows // config.pack, 1, config.pack, 64)
-        elif name in ("k_desc", "v_desc"):
+        elif name in ("k_desc", "v_desc", "c_desc"):
             box = (1, 1, config.rows, config.strip)
             coded = {"element": "u8", "bits": 8} if config.element_bytes == 1 else {}
             types_of[name] = descriptor(*box, **coded)
@@ -201,7 +201,12 @@ def stale_descriptors(sass: str) -> list[str]:
 def variants(everything: bool) -> Iterator[tuple[str, str, Any, str]]:
     """Name, kernel ("prefill" or "decode"), config and dtype of each variant to compile."""
     from attnkit.backends.hopper.config import ScoreConfig
-    from attnkit.backends.hopper.tuning import HEAD_SIZES, decode_config, prefill_config
+    from attnkit.backends.hopper.tuning import (
+        HEAD_SIZES,
+        decode_config,
+        latent_config,
+        prefill_config,
+    )
 
     makers = {
         "prefill": prefill_config,
@@ -238,14 +243,32 @@ def variants(everything: bool) -> Iterator[tuple[str, str, Any, str]]:
                 config = make(head_size, group, page, score)
                 assert config.rows == math.gcd(page, config.block_n)
                 yield f"{kernel} D{head_size} {name}", kernel, config, dtype
+    shapes = [(128, 64, "bf16", True), (16, 64, "bf16", False)]
+    if everything:
+        shapes += [(8, 16, "fp16", True), (96, 32, "bf16", False), (64, 128, "bf16", False)]
+    for heads, page, dtype, lse in shapes:
+        config = latent_config(heads, page, 64, lse=lse)
+        yield f"latent decode H{heads} page {page}", "latent decode", config, dtype
+        if heads <= 16:
+            config = latent_config(heads, page, 16, lse=lse)
+            yield (
+                f"narrow latent decode H{heads} page {page}",
+                "narrow latent decode",
+                config,
+                dtype,
+            )
 
 
 def reports(everything: bool) -> Iterator[dict[str, Any]]:
     from attnkit.backends.hopper.decode import decode_kernel
+    from attnkit.backends.hopper.latent_decode import latent_decode_kernel
+    from attnkit.backends.hopper.latent_narrow import latent_narrow_kernel
     from attnkit.backends.hopper.prefill import prefill_kernel
 
     kernels = {"prefill": prefill_kernel, "decode": decode_kernel, "decode16": decode_kernel}
     kernels |= {"prefill scaled": prefill_kernel, "decode of codes": decode_kernel}
+    kernels |= {"latent decode": latent_decode_kernel}
+    kernels |= {"narrow latent decode": latent_narrow_kernel}
     for name, kernel, config, dtype in variants(everything):
         yield {"name": name, **compile_kernel(kernels[kernel], config, dtype)}
 

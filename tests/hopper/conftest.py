@@ -10,7 +10,7 @@ from unittest import mock
 import emulator
 import pytest
 
-from attnkit.backends.hopper import launch
+from attnkit.backends.hopper import latent_launch, launch
 from attnkit.backends.hopper.backend import HopperBackend
 from attnkit.conformance import simulator
 from attnkit.contract import DeviceCapability
@@ -45,9 +45,15 @@ def emulated_kernels_on(
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> type[HopperBackend]:
     """The backend class, its attention kernels replaced by emulated ones."""
-    modules = emulator.load("tile", "states", "prefill", "decode")
+    modules = emulator.load(
+        "tile", "pieces", "states", "prefill", "decode", "latent_decode", "latent_narrow"
+    )
     monkeypatch.setattr(launch, "prefill_kernel", modules["prefill"].prefill_kernel)
     monkeypatch.setattr(launch, "decode_kernel", modules["decode"].decode_kernel)
-    monkeypatch.setattr(launch, "TensorDescriptor", emulator.TensorDescriptor)
+    for name in ("latent_decode", "latent_narrow"):
+        kernel = getattr(modules[name], f"{name}_kernel")
+        monkeypatch.setattr(latent_launch, f"{name}_kernel", kernel)
+    for module in (launch, latent_launch):
+        monkeypatch.setattr(module, "TensorDescriptor", emulator.TensorDescriptor)
     monkeypatch.setattr(simulator, "kernels_on", emulated_kernels_on)
     return EmulatedHopper

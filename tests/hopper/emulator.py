@@ -295,6 +295,12 @@ class Shared:
     def load(self, layout: Any) -> Value:
         return Value(_in_registers(self.read(), self.dtype), self.dtype)
 
+    def store(self, value: Value) -> None:
+        assert value.dtype == self.dtype
+        assert not self.transposed
+        strips = np.split(value.array, self.array.shape[0], axis=1)
+        self.array[...] = np.stack(strips)
+
 
 def _in_registers(array: np.ndarray, dtype: str) -> np.ndarray:
     return array.copy() if dtype in _FLOATS else array.astype(np.int64)
@@ -391,8 +397,8 @@ class Program:
     Copies finish only when some role has nothing else to do, and then in any order.
     """
 
-    def __init__(self, program_id: tuple[int, ...], seed: int) -> None:
-        self.program_id = program_id
+    def __init__(self, program_id: tuple[int, ...], grid: tuple[int, ...], seed: int) -> None:
+        self.program_id, self.grid = program_id, grid
         self.changed = threading.Condition()
         self.copies: list[Callable[[], None]] = []
         self.random = random.Random(seed)
@@ -549,8 +555,10 @@ gl = types.SimpleNamespace(
     NVMMASharedLayout=_layout,
     NVMMADistributedLayout=_layout,
     BlockedLayout=_layout,
+    SwizzledSharedLayout=_layout,
     SliceLayout=_layout,
     DotOperandLayout=_layout,
+    num_programs=lambda axis: Value(_HERE.program.grid[axis], "int32"),
     program_id=lambda axis: Value(_HERE.program.program_id[axis], "int32"),
     arange=lambda start, end, layout: Value(np.arange(start, end), "int32"),
     zeros=lambda shape, dtype, layout: Value(np.zeros(shape, np.float32), dtype),
@@ -636,10 +644,9 @@ def warpgroup_mma_wait(num_outstanding: int, deps: Sequence[Any]) -> Any:
         products.pop(0).run()
     results = []
     for x in deps:
-        if isinstance(x, Product):
-            assert x.result is not None, "the result is still in flight"
-            x = x.result
-        results.append(x)
+        # What is still in flight can only be waited for once more, or be added to.
+        landed = isinstance(x, Product) and x.result is not None
+        results.append(x.result if landed else x)
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -683,7 +690,7 @@ class Kernel:
             seed = next(self.seeds)
             random.Random(seed).shuffle(order)
             for program_id in order:
-                _HERE.program, _HERE.products = Program(program_id, seed), []
+                _HERE.program, _HERE.products = Program(program_id, grid, seed), []
                 self.fn(**converted)
 
         return launch

@@ -256,6 +256,6 @@ def test_a_planted_fault_is_found(
 
 
 def _replace_kernels(monkeypatch: pytest.MonkeyPatch, edit: Callable[[str, str], str]) -> None:
-    modules = emulator.load("tile", "states", "prefill", "decode", edit=edit)
+    modules = emulator.load("tile", "pieces", "states", "prefill", "decode", edit=edit)
     monkeypatch.setattr(launch, "prefill_kernel", modules["prefill"].prefill_kernel)
     monkeypatch.setattr(launch, "decode_kernel", modules["decode"].decode_kernel)

@@ -12,9 +12,9 @@ from attnkit.backends.hopper.plan import HopperMetadataBuilder
 from attnkit.backends.hopper.prefill_plan import RowTiles, share_row_tiles
 from attnkit.backends.hopper.tuning import (
     MAX_DECODE_QUERY_LEN,
-    MIN_DECODE_TILES,
     decode_config,
     decode_query_len,
+    min_decode_tiles,
     prefill_config,
 )
 from attnkit.batch import make_batch
@@ -158,7 +158,7 @@ def test_pieces_of_decodes_are_each_tile_once_and_even(
                 for head in range(num_kv_heads):
                     want[r, offset, head] = tiles
     assert seen == want
-    assert size == max(-(-total // num_programs), MIN_DECODE_TILES)
+    assert size == max(-(-total // num_programs), min_decode_tiles(config))
 
 
 def test_long_queries_are_decoded_only_where_row_tiles_are_few() -> None:

@@ -15,6 +15,7 @@ BACKENDS: dict[str, str] = {
 }
 
 MLA_BACKENDS: dict[str, str] = {
+    "hopper_mla": "attnkit.backends.hopper.mla:HopperMLABackend",
     "triton_mla": "attnkit.backends.triton.mla:TritonMLABackend",
     "cpu_mla": "attnkit.backends.cpu.mla:CpuMLABackend",
     "reference_mla": "attnkit.backends.reference_mla:ReferenceMLABackend",

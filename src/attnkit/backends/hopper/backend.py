@@ -139,12 +139,11 @@ class HopperBackend(AttentionBackend):
 
     @classmethod
     def estimate_cost(cls, request: Any) -> float:
-        """Above the portable kernels for coded caches, whose kernels have passed the emulator and both
-        compilers, and not yet a card. Below them otherwise: it ran 1.2 to 1.7 times as fast on prompts
-        and 1.0 to 2.2 times on all but one decode (benchmarks/attention-h200.json).
+        """Below the portable kernels: it ran 1.2 to 1.7 times as fast on prompts and 1.0 to 2.2 times on
+        all but one decode (benchmarks/attention-h200.json).
         """
         coded = request.kv_cache_dtype in CODED_CACHE_DTYPES
         most = MAX_CODED_GROUP_SIZE if coded else MAX_GROUP_SIZE
         if request.num_heads > most * request.num_kv_heads:
             return math.inf  # The impl refuses: heads are known to selection only here.
-        return 2.0 if coded else 0.5
+        return 0.5

@@ -1,12 +1,12 @@
 """What a kernel is compiled for: one frozen value per kernel, made by `tuning` and read on the device.
 
-In: nothing. Out: `PrefillConfig` and `DecodeConfig`, passed to the kernels as a single constant each.
-Equal values share a compiled kernel.
+In: nothing. Out: `PrefillConfig`, `DecodeConfig` and `LatentConfig`, passed to the kernels as a single
+constant each. Equal values share a compiled kernel.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,3 +96,39 @@ class DecodeConfig(KernelConfig):
 
     tile_rows: int
     q_in_registers: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig(KernelConfig):
+    """What the decode kernels over latents are compiled for. All query heads share one row of the cache.
+
+    Attributes:
+        head_size: columns of a latent, which are the output's too.
+        rope_size: columns behind them, which scores have and values have not.
+        head_tiles: row tiles that the heads of one token take.
+        tile_rows: of a row tile: tokens times `pack` of the heads; 64, or 16 for the narrow kernel.
+    """
+
+    rope_size: int
+    head_tiles: int
+    tile_rows: int
+
+    @property
+    def plan_block_n(self) -> int:
+        """Keys in a tile of the plan: a block for each consumer."""
+        return self.block_n * (2 if self.tile_rows == 64 else 1)
+
+    @property
+    def row(self) -> LatentConfig:
+        """Of whole rows of the cache."""
+        return replace(self, head_size=self.head_size + self.rope_size)
+
+    @property
+    def half(self) -> LatentConfig:
+        """Of the columns that one consumer accumulates."""
+        return replace(self, head_size=self.head_size // 2)
+
+    @property
+    def rope(self) -> LatentConfig:
+        """Of the columns behind the latent."""
+        return replace(self, head_size=self.rope_size)

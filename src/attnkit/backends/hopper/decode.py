@@ -30,6 +30,7 @@ from attnkit.backends.hopper.gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from attnkit.backends.hopper.pieces import my_share, read_piece, read_split, read_unit
 from attnkit.backends.hopper.states import merge_unit, place_of_state, store_out, store_state
 from attnkit.backends.hopper.tile import (
     copy_tile,
@@ -99,47 +100,6 @@ def add_coded_values(p, v_tile, even, odd, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def read_piece(record):
-    """Start of a record of `plan_kernels.share_decodes_kernel`: request, first token, KV head, number of
-    tokens, position and reach of the first token, keys of the request, first K/V tile and how many."""
-    return (
-        gl.load(record),
-        gl.load(record + 1),
-        gl.load(record + 2),
-        gl.load(record + 3),
-        gl.load(record + 4),
-        gl.load(record + 5),
-        gl.load(record + 6),
-        gl.load(record + 7),
-        gl.load(record + 8),
-    )
-
-
-@gluon.jit
-def read_split(record):
-    """Rest of a record: which piece of its unit it is, of how many, and the first one's program."""
-    return gl.load(record + 9), gl.load(record + 10), gl.load(record + 11)
-
-
-@gluon.jit
-def read_unit(record):
-    """End of a record: its unit."""
-    return gl.load(record + 12)
-
-
-@gluon.jit
-def my_share(share_ptr):
-    """First and end of this program's K/V tiles, counted over the batch, and its first record.
-
-    First records have places of their own, so that a launch need not ask where they are.
-    """
-    me = gl.program_id(0)
-    size = gl.load(share_ptr)
-    total = gl.load(share_ptr + 1)
-    return me * size, gl.minimum(me * size + size, total), share_ptr + 16 + me * 16
-
-
-@gluon.jit
 def produce(
     LOADS_Q: gl.constexpr,
     CONFIG: gl.constexpr,
@@ -161,7 +121,7 @@ def produce(
     """One warp that feeds K (and Q) or V. Pages are looked up two tiles ahead, since the first tiles of
     a launch are copied as fast as they are found."""
     STRIPS: gl.constexpr = CONFIG.head_size // 64
-    at, end, record = my_share(share_ptr)
+    at, end, record = my_share(share_ptr, 1)
     step = 0
     num_done = 0
     while at < end:
@@ -182,7 +142,7 @@ def produce(
             # Past the last tile this finds pages that nobody copies.
             later = pages_of_tile(table, tile + 2, first_key, end_key, num_pages, CONFIG)
             mbarrier.wait(empty.index(slot), ((step // CONFIG.stages) & 1) ^ 1)
-            copy_tile(desc, buffer, full.index(slot), now, tile, kv_head, slot, CONFIG)
+            copy_tile(desc, buffer, full.index(slot), now, tile, kv_head, 0, slot, CONFIG)
             if LOADS_Q:
                 if n == 0:
                     mbarrier.wait(q_empty, (num_done & 1) ^ 1)
@@ -245,7 +205,7 @@ def consume(
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, ACC_LAYOUT)
     row = gl.arange(0, TILE_ROWS, ROW_LAYOUT)
     row_token = row // CONFIG.pack
-    at, end, record = my_share(share_ptr)
+    at, end, record = my_share(share_ptr, 1)
     step = 0
     num_done = 0
     while at < end:
@@ -328,6 +288,7 @@ def consume(
         top = gl.convert_layout(top, ACC_ROWS)
         total = gl.convert_layout(total, ACC_ROWS)
         acc_row = gl.arange(0, TILE_ROWS, ACC_ROWS)
+        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, ACC_LAYOUT))
         for part in gl.static_range(PARTS):
             columns = acc
             if part == 1:
@@ -335,11 +296,11 @@ def consume(
             if num_splits == 1:
                 store_out(
                     CONFIG,
-                    ACC_LAYOUT,
                     columns,
                     top,
                     total,
                     acc_row,
+                    column * PARTS + part,
                     token,
                     kv_head,
                     num_tokens,
@@ -351,23 +312,21 @@ def consume(
                     lse_ptr,
                     lse_stride_token,
                     sinks_ptr,
-                    part,
-                    PARTS,
+                    part == 0,
                 )
             else:
                 store_state(
                     CONFIG,
-                    ACC_LAYOUT,
                     columns,
                     top,
                     total,
                     acc_row,
+                    column * PARTS + part,
                     acc_row < num_tokens * CONFIG.pack,
                     place_of_state(split, first_program),
                     states_ptr,
                     sums_ptr,
-                    part,
-                    PARTS,
+                    part == 0,
                 )
         if num_splits > 1:
             merge_unit(

@@ -16,12 +16,18 @@ from typing import Any
 import torch
 import triton
 
-from attnkit.backends.hopper.config import DecodeConfig, KernelConfig, PrefillConfig, ScoreConfig
+from attnkit.backends.hopper.config import (
+    DecodeConfig,
+    KernelConfig,
+    LatentConfig,
+    PrefillConfig,
+    ScoreConfig,
+)
 from attnkit.backends.hopper.decode import decode_kernel
 from attnkit.backends.hopper.gluon_api import TensorDescriptor, gl
 from attnkit.backends.hopper.plan_kernels import fill_row_tiles_kernel, share_decodes_kernel
 from attnkit.backends.hopper.prefill import prefill_kernel
-from attnkit.backends.hopper.tuning import MIN_DECODE_TILES
+from attnkit.backends.hopper.tuning import LATENT_SPARE, min_decode_tiles
 from attnkit.backends.hopper.unpack import unpack_kernel
 from attnkit.backends.hopper.write import write_kernel
 from attnkit.backends.stored import Stored
@@ -164,7 +170,8 @@ def share_decodes_call(
     num_kv_heads: int,
     num_programs: int,
     max_query_len: int,
-    config: DecodeConfig,
+    config: DecodeConfig | LatentConfig,
+    units: torch.Tensor | None = None,
 ) -> KernelCall:
     """Share out the decodes of a batch.
 
@@ -175,8 +182,10 @@ def share_decodes_call(
         num_kv_heads: of the layer.
         num_programs: of the decode kernel.
         max_query_len: requests with more queries are not decodes.
-        config: of the decode kernel.
+        config: of the decode kernel; or of one over latents.
+        units: int32 (units, 8), to be filled; None: nobody reads it.
     """
+    is_latent = isinstance(config, LatentConfig)
     num_reqs = lengths.seq_lens.shape[0]
     return KernelCall(
         kernel=share_decodes_kernel,
@@ -184,14 +193,17 @@ def share_decodes_call(
         arguments={
             "share_ptr": share,
             "pieces_ptr": pieces,
+            "units_ptr": units,
             **_lengths(lengths),
             "num_reqs": num_reqs,
             "max_query_len": max_query_len,
             "num_programs": num_programs,
             "NUM_KV_HEADS": num_kv_heads,
             "TOKENS": config.tile_rows // config.pack,
-            "BLOCK_N": config.block_n,
-            "LEAST": MIN_DECODE_TILES,
+            "BLOCK_N": config.plan_block_n if is_latent else config.block_n,
+            "LEAST": 1 if is_latent else min_decode_tiles(config),
+            "SPARE": LATENT_SPARE if is_latent else 0,
+            "GROUPS": num_kv_heads if is_latent else 1,
             "BLOCK_REQS": 256,
             "BLOCK_PIECES": 32,
         },
@@ -228,7 +240,7 @@ def prefill_call(
             **_common(operands, variant),
             "CONFIG": config,
         },
-        options=_options(config),
+        options=options_of(config),
         device=operands.query.device,
     )
 
@@ -292,7 +304,7 @@ def decode_call(
             **_common(operands, variant),
             "CONFIG": config,
         },
-        options=_options(config),
+        options=options_of(config),
         device=operands.query.device,
     )
 
@@ -479,6 +491,7 @@ def _lengths(lengths: Lengths) -> dict[str, Any]:
     }
 
 
-def _options(config: KernelConfig) -> dict[str, Any]:
+def options_of(config: KernelConfig) -> dict[str, Any]:
+    """Of the compiler, for a Gluon kernel."""
     # Fusion is said aloud because its default changes after Triton 3.9.
     return {"num_warps": 4, "maxnreg": config.maxnreg, "enable_fp_fusion": True}

@@ -93,11 +93,13 @@ def fill_row_tiles_kernel(
         "query_start_loc_ptr",
         "seq_lens_ptr",
         "causal_ptr",
+        "units_ptr",
     ],
 )
 def share_decodes_kernel(
     share_ptr,
     pieces_ptr,
+    units_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
     causal_ptr,
@@ -110,6 +112,8 @@ def share_decodes_kernel(
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LEAST: tl.constexpr,
+    SPARE: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK_REQS: tl.constexpr,
     BLOCK_PIECES: tl.constexpr,
 ):
@@ -118,13 +122,23 @@ def share_decodes_kernel(
     Units stand in a row: requests of 1 to max_query_len queries, in each the KV heads, in each the row
     tiles of TOKENS tokens. Their K/V tiles, counted over the batch, are cut into equal shares, at least
     LEAST. The record of unit u's piece in program p is at p + u: one of 16 numbers, as
-    `decode.read_piece` and what follows it read them. `share_ptr`: tiles of a share, tiles of the batch,
-    and from 16 on the first record of each program, which is only there.
+    `pieces.read_piece` and what follows it read them. `share_ptr`: tiles of a share, tiles of the batch,
+    units, and from 16 on the first record of each program, which is only there. `units_ptr`, where it is
+    not None: of each unit 8 numbers as `latent_fold` reads them.
+
+    GROUPS: so many rows of units, each of as many KV heads, and as many programs for each. What programs
+    of different groups do at a time is then the same place of the same requests.
+    SPARE: where all units are alike, shares grow by up to so many percent if they then begin and end
+    with units, or units with shares.
     """
     me = tl.program_id(0)
     kv_head = tl.program_id(1)
+    HEADS: tl.constexpr = NUM_KV_HEADS // GROUPS
+    group_programs = num_programs // GROUPS
     work = 0
     work_before = 0
+    num_units = 0
+    longest = 0
     units_before = 0
     for block in range(0, num_reqs, BLOCK_REQS):
         request = block + tl.arange(0, BLOCK_REQS)
@@ -137,14 +151,23 @@ def share_decodes_kernel(
         _, tiles = num_tiles_of(
             num_keys - query_len, query_len, num_keys, EVERYTHING, window, BLOCK_N
         )
-        units = tl.where(mine, tl.cdiv(query_len, TOKENS) * NUM_KV_HEADS, 0)
+        units = tl.where(mine, tl.cdiv(query_len, TOKENS) * HEADS, 0)
         work += tl.sum(units * tiles, 0)
+        num_units += tl.sum(units, 0)
+        longest = tl.maximum(longest, tl.max(tl.where(units > 0, tiles, 0), 0))
         units_before += tl.sum(tl.where(request < me, units, 0), 0)
         work_before += tl.sum(tl.where(request < me, units * tiles, 0), 0)
-    size = tl.maximum(tl.cdiv(work, num_programs), LEAST)
+    size = tl.maximum(tl.cdiv(work, group_programs), LEAST)
+    if SPARE > 0 and work == num_units * longest:
+        whole = tl.cdiv(size, longest) * longest
+        if size < longest:
+            whole = tl.cdiv(longest, longest // size)
+        if whole * 100 <= size * (100 + SPARE):
+            size = whole
     if (me == 0) & (kv_head == 0):
         tl.store(share_ptr, size)
         tl.store(share_ptr + 1, work)
+        tl.store(share_ptr + 2, num_units * GROUPS)
 
     first = tl.load(query_start_loc_ptr + me)
     query_len = tl.load(query_start_loc_ptr + me + 1) - first
@@ -156,28 +179,38 @@ def share_decodes_kernel(
     )
     reach = reach_of(causal_ptr, causal, window, me)
     row_tiles = tl.cdiv(query_len, TOKENS)
+    group = kv_head // HEADS
     for row_tile in range(0, row_tiles):
-        unit = kv_head * row_tiles + row_tile
+        unit = kv_head % HEADS * row_tiles + row_tile
         begin = work_before + unit * tiles
         end = begin + tiles
-        unit += units_before
+        unit += units_before + group * num_units
+        # Counted in the group until the records are written.
         first_program = begin // size
         num_splits = (end - 1) // size - first_program + 1
+        offset = row_tile * TOKENS
+        num_tokens = tl.minimum(query_len - offset, TOKENS)
+        if units_ptr is not None:
+            tl.store(units_ptr + unit * 8, first + offset)
+            tl.store(units_ptr + unit * 8 + 1, kv_head)
+            tl.store(units_ptr + unit * 8 + 2, num_tokens)
+            tl.store(units_ptr + unit * 8 + 3, num_splits)
+            tl.store(units_ptr + unit * 8 + 4, group * group_programs + first_program)
         for block in range(0, num_splits, BLOCK_PIECES):
             split = block + tl.arange(0, BLOCK_PIECES)
             there = split < num_splits
             program = first_program + split
             piece_begin = tl.maximum(begin, program * size)
             piece_end = tl.minimum(end, program * size + size)
-            record = pieces_ptr + (program + unit) * 16
-            first_record = share_ptr + 16 + program * 16
+            here = group * group_programs + program
+            record = pieces_ptr + (here + unit) * 16
+            first_record = share_ptr + 16 + here * 16
             record = tl.where(piece_begin == program * size, first_record, record)
             zero = split * 0
-            offset = row_tile * TOKENS
             tl.store(record, me + zero, mask=there)
             tl.store(record + 1, first + offset + zero, mask=there)
             tl.store(record + 2, kv_head + zero, mask=there)
-            tl.store(record + 3, tl.minimum(query_len - offset, TOKENS) + zero, mask=there)
+            tl.store(record + 3, num_tokens + zero, mask=there)
             tl.store(record + 4, num_keys - query_len + offset + zero, mask=there)
             tl.store(record + 5, reach + zero, mask=there)
             tl.store(record + 6, num_keys + zero, mask=there)
@@ -185,5 +218,5 @@ def share_decodes_kernel(
             tl.store(record + 8, piece_end - piece_begin, mask=there)
             tl.store(record + 9, split, mask=there)
             tl.store(record + 10, num_splits + zero, mask=there)
-            tl.store(record + 11, first_program + zero, mask=there)
+            tl.store(record + 11, group * group_programs + first_program + zero, mask=there)
             tl.store(record + 12, unit + zero, mask=there)

@@ -133,7 +133,7 @@ def produce(
             mbarrier.wait(
                 empty.index(free & (CONFIG.stages - 1)), ((free // CONFIG.stages) & 1) ^ 1
             )
-            copy_tile(desc, buffer, full.index(slot), now, tile, kv_head, slot, CONFIG)
+            copy_tile(desc, buffer, full.index(slot), now, tile, kv_head, 0, slot, CONFIG)
             if LOADS_Q:
                 if (n == 0) & (i + AHEAD < end):
                     # The row tile before was done with its Q when its last step was over.

@@ -25,11 +25,11 @@ def place_of_state(split, first_program):
 @gluon.jit
 def store_out(
     CONFIG: gl.constexpr,
-    LAYOUT: gl.constexpr,
     acc,
     top,
     total,
     row,
+    column,
     token,
     kv_head,
     num_tokens,
@@ -41,14 +41,10 @@ def store_out(
     lse_ptr,
     lse_stride_token,
     sinks_ptr,
-    PART: gl.constexpr,
-    PARTS: gl.constexpr,
+    FIRST: gl.constexpr,
 ):
-    """Finish rows and write them, and their LSE. `row` and states are slices of LAYOUT.
-
-    `acc` has every PARTS-th column from PART on.
-    """
-    COLUMNS: gl.constexpr = CONFIG.head_size // PARTS
+    """Finish rows and write them. `row`, `column` and states are slices of `acc`, which has some of the
+    columns; FIRST: they are the first to be written, and the LSE goes with them."""
     head = kv_head * CONFIG.group_size + row % CONFIG.pack
     row_token = row // CONFIG.pack
     live = (row_token < num_tokens) & (row % CONFIG.pack < CONFIG.group_size)
@@ -58,11 +54,10 @@ def store_out(
     factor, lse = finish_rows(top, total, sinks, log2_scale, CONFIG)
     where = (token + row_token).to(gl.int64)
     if CONFIG.score.lse:
-        if PART == 0:
+        if FIRST:
             gl.store(lse_ptr + where * lse_stride_token + head, lse, mask=live)
     if CONFIG.scaled:
         factor = factor * out_scale
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)) * PARTS + PART
     where = where * out_stride_token + head * out_stride_head
     out = (acc * gl.expand_dims(factor, 1)).to(out_ptr.dtype.element_ty)
     pointers = out_ptr + gl.expand_dims(where, 1) + gl.expand_dims(column, 0)
@@ -72,25 +67,22 @@ def store_out(
 @gluon.jit
 def store_state(
     CONFIG: gl.constexpr,
-    LAYOUT: gl.constexpr,
     acc,
     top,
     total,
     row,
+    column,
     live,
     place,
     states_ptr,
     sums_ptr,
-    PART: gl.constexpr,
-    PARTS: gl.constexpr,
+    FIRST: gl.constexpr,
 ):
-    """Leave the state of some rows at a place. `acc` as in `store_out`."""
-    COLUMNS: gl.constexpr = CONFIG.head_size // PARTS
+    """Leave the state of some rows at a place. Arguments as in `store_out`."""
     where = place.to(gl.int64) * CONFIG.tile_rows + row
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)) * PARTS + PART
     pointers = gl.expand_dims(states_ptr + where * CONFIG.head_size, 1)
     gl.store(pointers + gl.expand_dims(column, 0), acc, mask=gl.expand_dims(live, 1))
-    if PART == 0:
+    if FIRST:
         gl.store(sums_ptr + where * 2, top, mask=live)
         gl.store(sums_ptr + where * 2 + 1, total, mask=live)
 
@@ -180,6 +172,7 @@ def merge_unit(
     FOLD_LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, 4], [32 // LANES, LANES], [4 // WIDE, WIDE], [1, 0]
     )
+    column = gl.arange(0, CONFIG.head_size, gl.SliceLayout(0, FOLD_LAYOUT))
     stride = 1
     level = 0
     going = True
@@ -214,11 +207,11 @@ def merge_unit(
                 if is_whole:
                     store_out(
                         CONFIG,
-                        FOLD_LAYOUT,
                         acc,
                         top,
                         total,
                         row,
+                        column,
                         token,
                         kv_head,
                         num_tokens,
@@ -230,23 +223,23 @@ def merge_unit(
                         lse_ptr,
                         lse_stride_token,
                         sinks_ptr,
-                        0,
-                        1,
+                        True,
                     )
                 else:
+                    # It takes the place of a member whose sums other warps of its row may still read.
+                    barrier()
                     store_state(
                         CONFIG,
-                        FOLD_LAYOUT,
                         acc,
                         top,
                         total,
                         row,
+                        column,
                         live,
                         place,
                         states_ptr,
                         sums_ptr,
-                        0,
-                        1,
+                        True,
                     )
             split = group
             stride = stride * RADIX

@@ -58,8 +58,8 @@ def pages_of_tile(table_ptr, tile, first_key, end_key, num_pages, CONFIG: gl.con
 
 
 @gluon.jit
-def copy_tile(desc, buffer, full, pages, tile, kv_head, slot, CONFIG: gl.constexpr):
-    """Start the copies of one K or V tile; all of them complete on barrier `full`."""
+def copy_tile(desc, buffer, full, pages, tile, kv_head, column, slot, CONFIG: gl.constexpr):
+    """Start the copies of one K or V tile, from `column` on; all of them complete on barrier `full`."""
     STRIPS: gl.constexpr = CONFIG.head_size // CONFIG.strip
     BOXES: gl.constexpr = CONFIG.block_n // CONFIG.rows
     mbarrier.expect(full, CONFIG.block_n * CONFIG.head_size * CONFIG.element_bytes)
@@ -69,7 +69,7 @@ def copy_tile(desc, buffer, full, pages, tile, kv_head, slot, CONFIG: gl.constex
             row = (tile * CONFIG.block_n + i * CONFIG.rows) % CONFIG.page_size
         for c in gl.static_range(STRIPS):
             place = buffer.index((slot * STRIPS + c) * BOXES + i)
-            tma_load(desc, [pages[i], kv_head, row, c * CONFIG.strip], full, place)
+            tma_load(desc, [pages[i], kv_head, row, column + c * CONFIG.strip], full, place)
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 
-from attnkit.backends.hopper.config import DecodeConfig, PrefillConfig, ScoreConfig
+from attnkit.backends.hopper.config import DecodeConfig, LatentConfig, PrefillConfig, ScoreConfig
 
 HEAD_SIZES = (64, 128, 256)
 """Multiples of a 64-column strip, and powers of two, which register tiles must be."""
@@ -115,7 +115,9 @@ def decode_config(
     A K and a V tile together are 32 KiB (64 KiB for head size 256); reading at full speed needs about
     35 KB in flight on each multiprocessor (4.6 TB/s times 1 us over 132).
     """
-    block_n = 128 if head_size == 64 else 64
+    # Codes take half of that: with 128 keys a tile 145 us instead of 165 at B64 ctx 4096 32/8, and 42
+    # instead of 47 at B8 ctx 8192 (bfloat16 takes 248 and 69).
+    block_n = 128 if head_size == 64 or (coded and head_size == 128) else 64
     # Two programs a multiprocessor, so that one's products run while the other waits; head size 256
     # leaves shared memory for one.
     alone = head_size == 256
@@ -145,8 +147,67 @@ def decode_programs(config: DecodeConfig, num_sms: int) -> int:
     return num_sms if config.head_size == 256 else 2 * num_sms
 
 
-MIN_DECODE_TILES = 2
-"""Least K/V tiles of a program's share: below it the folding of states costs more than the reading."""
+LATENT_SIZES = ((512, 64),)
+"""(latent, rope) columns of a row. Halves of an accumulator of 64 rows are a consumer's registers."""
+
+
+MAX_LATENT_QUERY_LEN = 8
+"""Requests with at most this many queries attend to latents; longer ones expand them, which costs each
+key once for all queries."""
+
+
+LATENT_SPARE = 6
+"""Percent by which shares may grow to spare states: those of a piece, 128 KiB, take as long to write and
+read as three K/V tiles."""
+
+
+def latent_rows(num_heads: int, query_len: int) -> int:
+    """Rows of a row tile over latents, for decodes of up to `query_len` queries."""
+    return 16 if query_len << (num_heads - 1).bit_length() <= 16 else 64
+
+
+def head_tiles(num_heads: int) -> int:
+    """Row tiles that the heads of one token take, all of as many heads, at most 64."""
+    least = -(-num_heads // 64)
+    return next(n for n in range(least, num_heads + 1) if num_heads % n == 0)
+
+
+@functools.cache
+def latent_config(num_heads: int, page_size: int, tile_rows: int, *, lse: bool) -> LatentConfig:
+    """Constants of the decode kernels over latents.
+
+    Two blocks of 64 keys take 144 KiB of shared memory, and Q 72 KiB where it has 64 rows.
+    """
+    group_size = num_heads // head_tiles(num_heads)
+    wide = tile_rows == 64
+    block_n = 64
+    return LatentConfig(
+        score=ScoreConfig(lse=lse),
+        head_size=512,
+        rope_size=64,
+        head_tiles=head_tiles(num_heads),
+        group_size=group_size,
+        pack=1 << (group_size - 1).bit_length(),
+        page_size=page_size,
+        element_bytes=2,
+        scaled=False,
+        block_n=block_n,
+        rows=math.gcd(page_size, block_n),
+        stages=2,
+        maxnreg=168 if wide else 144,
+        consumer_registers=240 if wide else 248,
+        producer_registers=24 if wide else 40,
+        tile_rows=tile_rows,
+    )
+
+
+def min_decode_tiles(config: DecodeConfig) -> int:
+    """Least K/V tiles of a program's share: below it the folding of states costs more than the reading.
+
+    Codes of 128 keys take as long as numbers of 64 and more, since they are converted.
+    """
+    return 1 if config.element_bytes == 1 and config.block_n == 128 else 2
+
 
 ROW_TILE_COST = 1.5
 """Cost of a row tile beyond its K/V tiles, in K/V tiles: start, epilogue and the ends of the pipeline.

@@ -1,0 +1,319 @@
+"""The kernels over latents on a card, beside FlashMLA, FlashInfer and Triton kernels, in turns.
+
+    python benchmarks/hopper_mla.py --json out.json [--peers .peers] [--quick]
+
+Every contender's output is compared with float32 attention of one request before it is timed, with a
+cold L2 and as a replayed graph. Work is planned once a step for all layers, so no plan is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hopper_check import Clock
+
+from attnkit.backends.hopper import latent_launch, launch, mla_plan
+from attnkit.backends.hopper.tuning import latent_config
+from attnkit.mla.plan import DecodePart
+
+DEVICE = torch.device("cuda")
+SCALE = 192**-0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A batch of alike requests."""
+
+    num_reqs: int
+    ctx: int
+    num_heads: int
+    query_len: int = 1
+    page_size: int = 64
+
+    @property
+    def name(self) -> str:
+        query = f" q{self.query_len}" if self.query_len > 1 else ""
+        page = f" p{self.page_size}" if self.page_size != 64 else ""
+        return f"B{self.num_reqs} ctx{self.ctx} H{self.num_heads}{query}{page}"
+
+    @property
+    def num_bytes(self) -> float:
+        return 2.0 * 576 * self.num_reqs * self.ctx
+
+    @property
+    def flops(self) -> float:
+        rows = self.num_reqs * self.query_len * self.num_heads
+        return 2.0 * rows * self.ctx * (576 + 512)
+
+
+SHAPES = (
+    Shape(num_reqs=64, ctx=8192, num_heads=128),
+    Shape(num_reqs=128, ctx=4096, num_heads=128),
+    Shape(num_reqs=64, ctx=8192, num_heads=16),
+    Shape(num_reqs=1, ctx=32768, num_heads=128),
+    Shape(num_reqs=64, ctx=8192, num_heads=128, query_len=2),
+    Shape(num_reqs=64, ctx=8192, num_heads=64),
+    Shape(num_reqs=64, ctx=8192, num_heads=32),
+    Shape(num_reqs=64, ctx=8192, num_heads=8),
+    Shape(num_reqs=8, ctx=8192, num_heads=128),
+    Shape(num_reqs=1, ctx=1024, num_heads=16),
+    Shape(num_reqs=64, ctx=8192, num_heads=16, query_len=4),
+    Shape(num_reqs=64, ctx=8192, num_heads=128, page_size=16),
+)
+
+
+def tensors(s: Shape) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    num_blocks = -(-s.ctx // s.page_size)
+    pool = s.num_reqs * num_blocks
+    new = {"device": DEVICE, "dtype": torch.bfloat16}
+    return {
+        "q": torch.randn(s.num_reqs * s.query_len, s.num_heads, 576, **new),
+        "cache": torch.randn(pool, s.page_size, 576, **new),
+        "table": torch.randperm(pool, device=DEVICE, dtype=torch.int32).view(s.num_reqs, -1),
+        "lens": torch.full((s.num_reqs,), s.ctx, device=DEVICE, dtype=torch.int32),
+        "starts": torch.arange(s.num_reqs + 1, device=DEVICE, dtype=torch.int32) * s.query_len,
+    }
+
+
+def expected(s: Shape, t: dict[str, torch.Tensor], request: int) -> torch.Tensor:
+    keys = t["cache"][t["table"][request].long()].reshape(-1, 576)[: s.ctx].float()
+    q = t["q"][request * s.query_len : (request + 1) * s.query_len].float()
+    scores = torch.einsum("qhd,kd->qhk", q, keys) * SCALE
+    last = torch.arange(s.query_len, device=DEVICE) + s.ctx - s.query_len
+    unseen = torch.arange(s.ctx, device=DEVICE)[None] > last[:, None]
+    scores.masked_fill_(unseen[:, None], float("-inf"))
+    return torch.einsum("qhk,kd->qhd", scores.softmax(-1), keys[:, :512])
+
+
+def ours(s: Shape, t: dict[str, torch.Tensor], spare: int | None = None) -> dict[str, Any]:
+    """Our kernels; and the first of them alone."""
+    usual = launch.LATENT_SPARE
+    if spare is not None:
+        launch.LATENT_SPARE = spare
+    part = DecodePart(
+        query_start_loc=t["starts"],
+        seq_lens=t["lens"],
+        block_table=t["table"],
+        max_query_len=s.query_len,
+        max_seq_len=s.ctx,
+    )
+    planner = mla_plan.LatentPlanner(DEVICE, s.num_reqs, s.page_size)
+    work = planner.plan(part, s.num_heads)
+    launch.LATENT_SPARE = usual
+    q = t["q"]
+    operands = latent_launch.LatentOperands(
+        query=q[..., :512],
+        query_rope=q[..., 512:],
+        cache=t["cache"],
+        output=torch.full(q[..., :512].shape, float("nan"), device=DEVICE, dtype=q.dtype),
+        lse=None,
+        block_table=t["table"],
+        scale=SCALE,
+    )
+    config = latent_config(s.num_heads, s.page_size, work.tile_rows, lse=False)
+    attend = latent_launch.latent_decode_call(operands, work, config)
+    fold = latent_launch.fold_latents_call(operands, work, config)
+
+    def run() -> torch.Tensor:
+        attend.launch()
+        fold.launch()
+        return operands.output
+
+    return {"run": run, "attend": attend.launch}
+
+
+def triton_mla(s: Shape, t: dict[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Our portable backend, through its layer's impl."""
+    from attnkit.backends.triton import launch as triton_launch
+    from attnkit.backends.triton import mla_launch
+    from attnkit.backends.triton.configs import mla_decode_config
+    from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages
+    from attnkit.backends.triton.operands import Parts
+    from attnkit.contract import MLADimensions
+    from attnkit.kvcache.formats import latent_format
+
+    gpu = triton_launch.gpu_of(DEVICE)
+    d = MLADimensions(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    one = torch.ones(1, device=DEVICE)
+    operands = LatentOperands(
+        query=t["q"],
+        pages=LatentPages.of(t["cache"], latent_format("auto"), d, one, has_e4m3=True),
+        output=t["q"].new_empty(*t["q"].shape[:2], 512),
+        lse=None,
+        query_start_loc=t["starts"],
+        kv_lens=t["lens"],
+        block_table=t["table"],
+    )
+    config = mla_decode_config(512, 64, 2, 2, s.num_heads, s.page_size, gpu)
+    _, tiles = mla_launch.head_tiles(s.num_heads, config.block_m)
+    splits = max(1, min(gpu.num_sms // (s.num_reqs * tiles), config.max_segments))
+    parts = None
+    if splits > 1:
+        numel = Parts.numel(operands, s.query_len, splits)
+        memory = torch.empty(numel, device=DEVICE)
+        parts = Parts.of(memory, operands, s.query_len, splits)
+
+    def run() -> torch.Tensor:
+        mla_launch.launch_mla_decode(
+            operands,
+            SCALE,
+            max_query_len=s.query_len,
+            num_splits=splits,
+            parts=parts,
+            config=config,
+        )
+        return operands.output
+
+    return run
+
+
+def rivals(s: Shape, t: dict[str, torch.Tensor], peers: Any) -> dict[str, Callable[[], Any]]:
+    found: dict[str, Callable[[], Any]] = {}
+    batch, q = s.num_reqs, t["q"]
+    if peers.FMLA and s.page_size == 64:
+        meta, _ = peers.FMLA.get_mla_metadata()
+        q4 = q.view(batch, s.query_len, s.num_heads, 576)
+        cache = t["cache"][:, :, None]
+        found["FlashMLA"] = lambda: peers.FMLA.flash_mla_with_kvcache(
+            q4,
+            cache,
+            t["table"],
+            t["lens"],
+            512,
+            meta,
+            softmax_scale=SCALE,
+            causal=s.query_len > 1,
+        )[0]
+    if peers.FI:
+        space = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
+        wrapper = peers.FI.mla.BatchMLAPagedAttentionWrapper(space, backend="fa3")
+        blocks = t["table"].shape[1]
+        wrapper.plan(
+            t["starts"],
+            torch.arange(0, batch + 1, dtype=torch.int32, device=DEVICE) * blocks,
+            t["table"].flatten(),
+            t["lens"],
+            s.num_heads,
+            512,
+            64,
+            s.page_size,
+            s.query_len > 1,
+            SCALE,
+            torch.bfloat16,
+            torch.bfloat16,
+        )
+        nope, rope = q[..., :512].contiguous(), q[..., 512:].contiguous()
+        latent, k_rope = t["cache"][..., :512], t["cache"][..., 512:]
+        found["FlashInfer"] = lambda: wrapper.run(nope, rope, latent, k_rope)
+    if peers.TD and s.query_len == 1:
+        splits = 8
+        o = torch.empty(batch, s.num_heads, 512, device=DEVICE, dtype=torch.bfloat16)
+        lse = torch.empty(batch, s.num_heads, device=DEVICE)
+        parts = torch.empty(batch, s.num_heads, splits, 513, device=DEVICE)
+        cache = t["cache"][:, :, None]
+
+        def vllm() -> torch.Tensor:
+            peers.TD(
+                q,
+                cache,
+                cache[..., :512],
+                o,
+                lse,
+                t["table"],
+                t["lens"],
+                parts,
+                splits,
+                SCALE,
+                s.page_size,
+                is_mla=True,
+            )
+            return o
+
+        # Its wrapper makes a tensor on the host, which no graph can hold.
+        found["vLLM Triton"] = vllm
+    return found
+
+
+def right(s: Shape, t: dict[str, torch.Tensor], run: Callable[[], Any]) -> float:
+    """Worst relative error of the first and last request."""
+    out = run().reshape(s.num_reqs, s.query_len, s.num_heads, 512)
+    errors = []
+    for request in (0, s.num_reqs - 1):
+        want = expected(s, t, request)
+        errors.append(float((out[request].float() - want).norm() / want.norm()))
+    return max(errors)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", required=True)
+    parser.add_argument("--peers", help="folder of peers.py")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--quick", action="store_true", help="the first five shapes only")
+    options = parser.parse_args()
+    import triton
+
+    peers = None
+    if options.peers:
+        sys.path.insert(0, options.peers)
+        import peers as module
+
+        peers = module
+        peers.load_peers()
+    clock = Clock()
+    errors: dict[str, float] = {}
+    try:
+        for s in SHAPES[:5] if options.quick else SHAPES:
+            t = tensors(s)
+            mine = ours(s, t)
+            contenders = {"hopper_mla": mine["run"]}
+            if peers is not None:
+                contenders |= rivals(s, t, peers)
+            contenders["hopper_mla, even shares"] = ours(s, t, spare=0)["run"]
+            contenders["triton_mla"] = triton_mla(s, t)
+            good = {}
+            for who, run in contenders.items():
+                try:
+                    errors[f"{s.name} {who}"] = error = right(s, t, run)
+                except Exception as failure:  # noqa: BLE001 (one must not stop the others)
+                    print(s.name, who, repr(failure)[:300], flush=True)
+                    continue
+                if error < 2e-2:
+                    good[who] = run
+                else:
+                    print(f"{s.name} {who}: wrong by {error}", flush=True)
+            good["hopper_mla, no fold"] = mine["attend"]
+            amounts = {"flops": s.flops} if s.num_heads > 32 else {"num_bytes": s.num_bytes}
+            clock.race(s.name, good, **amounts)
+            clock.race(s.name, good, **amounts, graph=True)
+            torch.cuda.empty_cache()
+    finally:
+        record = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "commit": options.commit,
+            "errors": errors,
+            "rows": clock.rows,
+        }
+        with open(options.json, "w") as file:
+            json.dump(record, file, indent=1)
+    mine = {r["case"] + str(r["graph"]): r for r in clock.rows if r["who"] == "hopper_mla"}
+    for r in clock.rows:
+        own = mine.get(r["case"] + str(r.get("graph")))
+        if own and r.get("ms") and r is not own:
+            print(
+                f"{r['case']:28s} {'graph' if r['graph'] else '':5s} {r['who']:26s} / ours "
+                f"{r['ms'] / own['ms']:.2f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

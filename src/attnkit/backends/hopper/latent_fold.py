@@ -1,0 +1,83 @@
+"""The fold kernel: units over latents that several programs share become output and LSE.
+
+In: states that `latent_decode` left, and the table of units of `plan_kernels.share_decodes_kernel`. Out:
+output and LSE. Many programs fold one unit, since its states are large: 128 KiB a piece. Device code, in
+plain Triton; `latent_launch` starts it.
+"""
+
+import triton
+import triton.language as tl
+
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit(
+    do_not_specialize=["lse_stride_token"],
+    do_not_specialize_on_alignment=["share_ptr", "units_ptr"],
+)
+def fold_latents_kernel(
+    share_ptr,
+    units_ptr,
+    states_ptr,
+    sums_ptr,
+    out_ptr,
+    out_stride_token,
+    out_stride_head,
+    lse_ptr,
+    lse_stride_token,
+    log2_scale,
+    GROUP_SIZE: tl.constexpr,
+    PACK: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Program (unit, i, j) folds ROWS of its rows, the j-th COLUMNS of them, SPLITS states at once and
+    always in the order of their keys."""
+    unit = tl.program_id(0)
+    num_units = tl.load(share_ptr + 2)
+    record = units_ptr + unit * 8
+    token = tl.load(record)
+    head_tile = tl.load(record + 1)
+    num_tokens = tl.load(record + 2)
+    num_splits = tl.load(record + 3)
+    first_program = tl.load(record + 4)
+    if (unit >= num_units) | (num_splits == 1):
+        return
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    live = row < num_tokens * PACK
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    split = tl.arange(0, SPLITS)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, num_splits, SPLITS):
+        # Places as `states.place_of_state` gives them.
+        i = first + split
+        place = 2 * (first_program + i) + tl.where(i == 0, 1, 0)
+        place = place.to(tl.int64)[:, None] * TILE_ROWS + row[None, :]
+        there = (i < num_splits)[:, None] & live[None, :]
+        tops = tl.load(sums_ptr + place * 2, mask=there, other=float("-inf"))
+        totals = tl.load(sums_ptr + place * 2 + 1, mask=there, other=0.0)
+        pointers = states_ptr + place[:, :, None] * HEAD_SIZE + column[None, None, :]
+        states = tl.load(pointers, mask=there[:, :, None], other=0.0)
+        highest = tl.maximum(top, tl.max(tops, 0))
+        base = tl.where(highest == float("-inf"), 0.0, highest * log2_scale)
+        fade = tl.exp2(top * log2_scale - base)
+        fades = tl.exp2(tops * log2_scale - base[None, :])
+        total = total * fade + tl.sum(totals * fades, 0)
+        acc = acc * fade[:, None] + tl.sum(states * fades[:, :, None], 0)
+        top = highest
+    head = head_tile * GROUP_SIZE + row % PACK
+    live = live & (row % PACK < GROUP_SIZE)
+    where = (token + row // PACK).to(tl.int64)
+    if lse_ptr is not None:  # noqa: SIM102 (a constant stands alone)
+        if tl.program_id(2) == 0:
+            lse = (top * log2_scale + tl.log2(total)) * LN_2
+            tl.store(lse_ptr + where * lse_stride_token + head, lse, mask=live)
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    where = where * out_stride_token + head * out_stride_head
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + where[:, None] + column[None, :], out, mask=live[:, None])

@@ -1,0 +1,158 @@
+"""HopperMLABackend: attention over latents on sm_90 in Gluon, as fast as its products or its memory.
+
+In: a `HopperMLAMetadata`, one layer's tensors and its latent cache. Out: attention. Decodes run in
+`latent_decode`; rows are written, and prompts attended to, by the portable kernels. Importing this needs
+neither Triton nor a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from attnkit.backends.hopper.backend import HopperBackend
+from attnkit.backends.hopper.mla_plan import HopperMLAMetadata, HopperMLAMetadataBuilder
+from attnkit.backends.hopper.tuning import LATENT_SIZES, PAGE_MULTIPLE, latent_config
+from attnkit.backends.triton.mla import TritonMLAImpl
+from attnkit.contract import (
+    AttentionBackend,
+    AttentionLayer,
+    DeviceCapability,
+    KVCacheSpec,
+    MLADimensions,
+    MultipleOf,
+)
+
+
+class HopperMLABackend(AttentionBackend):
+    """Latents of 512 columns with 64 for rope (DeepSeek-V2, -V3, Kimi) on Hopper GPUs, 16-bit."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    forward_includes_kv_cache_update = False
+    accept_output_buffer = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "hopper_mla"
+
+    @staticmethod
+    def get_impl_cls() -> type[HopperMLAImpl]:
+        return HopperMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[HopperMLAMetadataBuilder]:
+        return HopperMLAMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: KVCacheSpec | None = None,
+    ) -> list[int | MultipleOf]:
+        return [MultipleOf(PAGE_MULTIPLE)]
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_available(cls) -> str | None:
+        return HopperBackend.is_available()
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return HopperBackend.supports_compute_capability(capability)
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: DeviceCapability,
+    ) -> str | None:
+        return HopperBackend.supports_combination(
+            head_size,
+            dtype,
+            kv_cache_dtype,
+            block_size,
+            use_mla,
+            has_sink,
+            use_sparse,
+            use_mm_prefix,
+            device_capability,
+        )
+
+    @classmethod
+    def supports_mla_dimensions(
+        cls, dimensions: MLADimensions, kv_cache_dtype: str | None
+    ) -> str | None:
+        d = dimensions
+        if (d.kv_lora_rank, d.qk_rope_head_dim) not in LATENT_SIZES:
+            allowed = ", ".join(f"{latent} with {rope}" for latent, rope in LATENT_SIZES)
+            return f"{d} is not supported (allowed: kv_lora_rank {allowed} for rope)"
+        return None
+
+    @classmethod
+    def estimate_cost(cls, request: Any) -> float:
+        """Above the portable kernels: it has passed the emulator and both compilers, and no card yet."""
+        return 2.0
+
+
+class HopperMLAImpl(TritonMLAImpl):
+    """One layer over latents. Only launches between call and return, in batches of decodes."""
+
+    @staticmethod
+    def get_backend_cls() -> type[AttentionBackend]:
+        return HopperMLABackend
+
+    def forward_mqa(  # type: ignore[override]
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: HopperMLAMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # Here, so that the class can be asked questions where Triton is not installed.
+        from attnkit.backends.hopper import latent_launch
+
+        plan = attn_metadata.decode
+        assert plan is not None, "a batch without decodes has no rows to serve"
+        latent = self.layer.dimensions.kv_lora_rank
+        query, rope = q if isinstance(q, tuple) else (q[..., :latent], q[..., latent:])
+        scale = self.scale
+        if scale <= 0:  # The kernel applies it after the maximum.
+            query, rope, scale = query * scale, rope * scale, 1.0
+        # A replayed batch may have fewer rows: theirs are not written, and somebody may look.
+        captured = attn_metadata.is_captured
+        output = query.new_zeros(query.shape) if captured else query.new_empty(query.shape)
+        lse = None
+        if self.need_to_return_lse_for_decode:
+            lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
+        operands = latent_launch.LatentOperands(
+            query=_boxed(query),
+            query_rope=_boxed(rope),
+            cache=kv_c_and_k_pe_cache,
+            output=output,
+            lse=lse,
+            block_table=plan.block_table,
+            scale=scale,
+        )
+        work = attn_metadata.work(self.num_heads)
+        page_size = kv_c_and_k_pe_cache.shape[1]
+        config = latent_config(self.num_heads, page_size, work.tile_rows, lse=lse is not None)
+        latent_launch.latent_decode_call(operands, work, config).launch()
+        latent_launch.fold_latents_call(operands, work, config).launch()
+        return output, lse
+
+
+def _boxed(x: torch.Tensor) -> torch.Tensor:
+    """`x` as the copy engine can read it: copied if an address or stride is no multiple of 16 bytes."""
+    unit = 16 // x.element_size()
+    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    return x if fits and not any(s % unit for s in x.stride()[:-1]) else x.contiguous()
