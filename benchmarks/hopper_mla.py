@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from hopper_check import Clock
 
 from attnkit.backends.hopper import latent_launch, launch, mla_plan
+from attnkit.backends.hopper.config import LatentConfig
 from attnkit.backends.hopper.tuning import latent_config
 from attnkit.mla.plan import DecodePart
 
@@ -92,11 +94,20 @@ def expected(s: Shape, t: dict[str, torch.Tensor], request: int) -> torch.Tensor
     return torch.einsum("qhk,kd->qhd", scores.softmax(-1), keys[:, :512])
 
 
-def ours(s: Shape, t: dict[str, torch.Tensor], spare: int | None = None) -> dict[str, Any]:
-    """Our kernels; and the first of them alone."""
+def ours(
+    s: Shape, t: dict[str, torch.Tensor], spare: int | None = None, **changes: int
+) -> dict[str, Any]:
+    """Our kernels, and the first of them alone; with another `LATENT_SPARE`, or changes of the config."""
+
+    def changed(*shape: int, lse: bool) -> LatentConfig:
+        config = latent_config(*shape, lse=lse)
+        config = replace(config, **changes)
+        return replace(config, rows=math.gcd(config.page_size, config.block_n))
+
     usual = launch.LATENT_SPARE
     if spare is not None:
         launch.LATENT_SPARE = spare
+    mla_plan.latent_config = changed
     part = DecodePart(
         query_start_loc=t["starts"],
         seq_lens=t["lens"],
@@ -107,6 +118,7 @@ def ours(s: Shape, t: dict[str, torch.Tensor], spare: int | None = None) -> dict
     planner = mla_plan.LatentPlanner(DEVICE, s.num_reqs, s.page_size)
     work = planner.plan(part, s.num_heads)
     launch.LATENT_SPARE = usual
+    mla_plan.latent_config = latent_config
     q = t["q"]
     operands = latent_launch.LatentOperands(
         query=q[..., :512],
@@ -117,7 +129,7 @@ def ours(s: Shape, t: dict[str, torch.Tensor], spare: int | None = None) -> dict
         block_table=t["table"],
         scale=SCALE,
     )
-    config = latent_config(s.num_heads, s.page_size, work.tile_rows, lse=False)
+    config = changed(s.num_heads, s.page_size, work.tile_rows, lse=False)
     attend = latent_launch.latent_decode_call(operands, work, config)
     fold = latent_launch.fold_latents_call(operands, work, config)
 
@@ -277,6 +289,10 @@ def main() -> None:
             if peers is not None:
                 contenders |= rivals(s, t, peers)
             contenders["hopper_mla, even shares"] = ours(s, t, spare=0)["run"]
+            if s.query_len * s.num_heads <= 16:
+                for block_n, stages in ((64, 2), (32, 4), (32, 5)):
+                    who = f"hopper_mla, {stages} blocks of {block_n}"
+                    contenders[who] = ours(s, t, block_n=block_n, stages=stages)["run"]
             contenders["triton_mla"] = triton_mla(s, t)
             good = {}
             for who, run in contenders.items():

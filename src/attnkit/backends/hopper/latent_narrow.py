@@ -139,17 +139,15 @@ def consume(
             tile = first_tile + n
             slot = step % CONFIG.stages
             mbarrier.wait(full.index(slot), (step // CONFIG.stages) & 1)
-            # Two sums, so that a product need not wait for the one before it.
-            s = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
-            s2 = s
+            # Three sums, so that a product need not wait for the one before it.
+            parts = ()
+            for _ in gl.static_range(3):
+                parts = parts + (gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT),)
             for c in gl.static_range(STRIPS):
                 k = strips.index(slot * STRIPS + c).permute((1, 0)).load(B_LAYOUT)
                 q = q_strips.index(c).load(A_LAYOUT)
-                if c % 2 == 0:
-                    s = mma_v2(q, k, s)
-                else:
-                    s2 = mma_v2(q, k, s2)
-            s = s + s2
+                parts = (parts[1], parts[2], mma_v2(q, k, parts[0]))
+            s = parts[0] + parts[1] + parts[2]
             if n == num_tiles - 1:
                 mbarrier.arrive(q_empty, count=1)
             if tile * BLOCK_N + BLOCK_N > end_whole:
