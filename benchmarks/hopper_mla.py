@@ -1,6 +1,6 @@
 """The kernels over latents on a card, beside FlashMLA, FlashInfer and Triton kernels, in turns.
 
-    python benchmarks/hopper_mla.py --json out.json [--peers .peers] [--quick]
+    python benchmarks/hopper_mla.py --json out.json [--peers .peers] [--only H16]
 
 Every contender's output is compared with float32 attention of one request before it is timed, with a
 cold L2 and as a replayed graph. Work is planned once a step for all layers, so no plan is timed.
@@ -13,7 +13,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ def expected(s: Shape, t: dict[str, torch.Tensor], request: int) -> torch.Tensor
 def ours(
     s: Shape, t: dict[str, torch.Tensor], spare: int | None = None, **changes: int
 ) -> dict[str, Any]:
-    """Our kernels, and the first of them alone; with another `LATENT_SPARE`, or changes of the config."""
+    """Our kernels, and the first of them alone; with another `LATENT_SPARE` or changes of the config."""
 
     def changed(*shape: int, lse: bool) -> LatentConfig:
         config = latent_config(*shape, lse=lse)
@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("--json", required=True)
     parser.add_argument("--peers", help="folder of peers.py")
     parser.add_argument("--commit", default="")
-    parser.add_argument("--quick", action="store_true", help="the first five shapes only")
+    parser.add_argument("--only", default="", help="shapes whose name contains this")
     options = parser.parse_args()
     import triton
 
@@ -282,7 +282,7 @@ def main() -> None:
     clock = Clock()
     errors: dict[str, float] = {}
     try:
-        for s in SHAPES[:5] if options.quick else SHAPES:
+        for s in (s for s in SHAPES if options.only in s.name):
             t = tensors(s)
             mine = ours(s, t)
             contenders = {"hopper_mla": mine["run"]}
