@@ -12,12 +12,33 @@ import pytest
 
 from attnkit.backends.hopper import latent_launch, launch
 from attnkit.backends.hopper.backend import HopperBackend
+from attnkit.backends.hopper.mla import HopperMLABackend
 from attnkit.conformance import simulator
 from attnkit.contract import DeviceCapability
+
+KERNELS = {
+    "prefill": launch,
+    "decode": launch,
+    "latent_decode": latent_launch,
+    "latent_narrow": latent_launch,
+}
+"""Device modules, each with a kernel of its name, and who launches it."""
 
 
 class EmulatedHopper(HopperBackend):
     """The backend as it is, on a device that it does not claim."""
+
+    @classmethod
+    def is_available(cls) -> str | None:
+        return None
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return True
+
+
+class EmulatedHopperMLA(HopperMLABackend):
+    """Likewise, over latents."""
 
     @classmethod
     def is_available(cls) -> str | None:
@@ -42,18 +63,28 @@ def emulated_kernels_on(
         yield
 
 
+def emulate(
+    monkeypatch: pytest.MonkeyPatch,
+    edit: Callable[[str, str], str] = lambda name, source: source,
+) -> None:
+    """Put emulated attention kernels in the place of the compiled ones; `edit` as in `emulator.load`."""
+    parts = ("tile", "pieces", "states")
+    modules = emulator.load(*parts, *KERNELS, edit=edit)
+    for name, host in KERNELS.items():
+        monkeypatch.setattr(host, f"{name}_kernel", getattr(modules[name], f"{name}_kernel"))
+        monkeypatch.setattr(host, "TensorDescriptor", emulator.TensorDescriptor)
+    monkeypatch.setattr(simulator, "kernels_on", emulated_kernels_on)
+
+
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> type[HopperBackend]:
     """The backend class, its attention kernels replaced by emulated ones."""
-    modules = emulator.load(
-        "tile", "pieces", "states", "prefill", "decode", "latent_decode", "latent_narrow"
-    )
-    monkeypatch.setattr(launch, "prefill_kernel", modules["prefill"].prefill_kernel)
-    monkeypatch.setattr(launch, "decode_kernel", modules["decode"].decode_kernel)
-    for name in ("latent_decode", "latent_narrow"):
-        kernel = getattr(modules[name], f"{name}_kernel")
-        monkeypatch.setattr(latent_launch, f"{name}_kernel", kernel)
-    for module in (launch, latent_launch):
-        monkeypatch.setattr(module, "TensorDescriptor", emulator.TensorDescriptor)
-    monkeypatch.setattr(simulator, "kernels_on", emulated_kernels_on)
+    emulate(monkeypatch)
     return EmulatedHopper
+
+
+@pytest.fixture
+def emulated_mla(monkeypatch: pytest.MonkeyPatch) -> type[HopperMLABackend]:
+    """The backend over latents, likewise."""
+    emulate(monkeypatch)
+    return EmulatedHopperMLA

@@ -6,14 +6,11 @@ in any order, and a deadlock or an access outside a tensor is an error (`emulato
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import emulator
 import pytest
 import torch
 
-from attnkit.backends.hopper import launch
 from attnkit.backends.hopper.backend import HopperBackend
 from attnkit.backends.hopper.plan import Planner
 from attnkit.conformance import verify
@@ -21,6 +18,7 @@ from attnkit.conformance.cases import plain_case
 from attnkit.conformance.checks import check_case, run_and_judge
 from attnkit.conformance.inputs import make_inputs
 from attnkit.conformance.subject import LawBroken, Subject
+from conftest import emulate
 
 RAGGED = {"query_lens": (140, 1, 150, 5), "seq_lens": (140, 333, 415, 700)}
 """Whole prompts, chunks, a decode and a verification; several row tiles for each of four programs."""
@@ -247,15 +245,9 @@ def test_a_planted_fault_is_found(
         assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module}"
         return source.replace(old, new)
 
-    _replace_kernels(monkeypatch, edit)
+    emulate(monkeypatch, edit)
     subject = Subject.of(emulated)
     layer = "grouped" if name == "parts are folded unscaled" else "window"
     case = plain_case("fault", subject.basis(), **{**RAGGED, **CASES[layer]})
     with pytest.raises((LawBroken, AssertionError, TimeoutError, IndexError)):
         check_case(subject, case)
-
-
-def _replace_kernels(monkeypatch: pytest.MonkeyPatch, edit: Callable[[str, str], str]) -> None:
-    modules = emulator.load("tile", "pieces", "states", "prefill", "decode", edit=edit)
-    monkeypatch.setattr(launch, "prefill_kernel", modules["prefill"].prefill_kernel)
-    monkeypatch.setattr(launch, "decode_kernel", modules["decode"].decode_kernel)

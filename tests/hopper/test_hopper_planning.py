@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from attnkit.backends.hopper.tuning import (
     MAX_DECODE_QUERY_LEN,
     decode_config,
     decode_query_len,
+    latent_config,
     min_decode_tiles,
     prefill_config,
 )
@@ -102,53 +105,66 @@ def test_records_of_row_tiles_follow_the_device_not_the_host() -> None:
         assert num_tiles == 2
 
 
+DECODES, CONTEXTS = [1, 0, 16, 300, 3, 1], [4000, 0, 900, 5000, 0, 70]
+
+
+def _lengths(queries: list[int], keys: list[int], window: int | None = None) -> Lengths:
+    return Lengths(
+        query_start_loc=torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32),
+        seq_lens=torch.tensor(keys, dtype=torch.int32),
+        causal=True,
+        window=window,
+    )
+
+
+def _walk(
+    share: torch.Tensor, pieces: torch.Tensor, num_programs: int, groups: int = 1
+) -> Iterator[tuple[int, list[int]]]:
+    """Program and record of each piece, as the kernels read them."""
+    size, total = share[:2].tolist()
+    firsts = share[16:].view(num_programs, 16)
+    for program in range(num_programs):
+        at = program % (num_programs // groups) * size
+        end = min(at + size, total)
+        record = firsts[program].tolist()
+        is_first = True
+        while at < end:
+            count, split, num_splits, first_program, unit = record[8:13]
+            assert 0 < count <= end - at
+            assert program == first_program + split
+            assert split == 0 or is_first
+            yield program, record
+            at += count
+            if at < end:
+                assert split == num_splits - 1
+            record, is_first = pieces[program + unit + 1].tolist(), False
+
+
 @pytest.mark.parametrize("num_programs", [1, 6, 264])
 @pytest.mark.parametrize("window", [None, 200])
 def test_pieces_of_decodes_are_each_tile_once_and_even(
     num_programs: int, window: int | None
 ) -> None:
     config = decode_config(64, 8, 16, ScoreConfig(), 64)
-    queries, keys = [1, 0, 16, 300, 3, 1], [4000, 0, 900, 5000, 0, 70]
-    num_kv_heads, tokens = 2, 8
-    lengths = Lengths(
-        query_start_loc=torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32),
-        seq_lens=torch.tensor(keys, dtype=torch.int32),
-        causal=True,
-        window=window,
-    )
+    queries, keys, num_kv_heads, tokens = DECODES, CONTEXTS, 2, 8
+    lengths = _lengths(queries, keys, window)
     share = torch.full((16 + 16 * num_programs,), -1, dtype=torch.int32)
     pieces = torch.full((num_programs + 100, 16), -1, dtype=torch.int32)
     share_decodes_call(
         share, pieces, lengths, num_kv_heads, num_programs, MAX_DECODE_QUERY_LEN, config
     ).launch()
     size, total = share[:2].tolist()
-    firsts = share[16:].view(num_programs, 16)
-
     seen: dict[tuple[int, int, int], list[int]] = {}
-    for program in range(num_programs):
-        at, record, first = program * size, firsts[program], True
-        end = min(at + size, total)
-        while at < end:
-            r, token, head, num_tokens, position, reach, num_keys, first_tile, count = record[
-                :9
-            ].tolist()
-            split, num_splits, first_program, unit = record[9:13].tolist()
-            assert 0 < count <= end - at
-            assert program == first_program + split
-            assert (split > 0) <= first
-            assert num_keys == keys[r]
-            assert reach == 0
-            offset = token - int(lengths.query_start_loc[r])
-            assert position == keys[r] - queries[r] + offset
-            assert num_tokens == min(tokens, queries[r] - offset)
-            tiles = seen.setdefault((r, offset, head), [])
-            assert len(set(tiles)) == len(tiles)
-            tiles += range(first_tile, first_tile + count)
-            at += count
-            if at < end:
-                assert split == num_splits - 1
-            record, first = pieces[program + unit + 1], False
-        assert at == max(end, program * size)
+    for _, record in _walk(share, pieces, num_programs):
+        r, token, head, num_tokens, position, reach, num_keys, first_tile, count = record[:9]
+        assert num_keys == keys[r]
+        assert reach == 0
+        offset = token - int(lengths.query_start_loc[r])
+        assert position == keys[r] - queries[r] + offset
+        assert num_tokens == min(tokens, queries[r] - offset)
+        tiles = seen.setdefault((r, offset, head), [])
+        assert len(set(tiles)) == len(tiles)
+        tiles += range(first_tile, first_tile + count)
     want = {}
     for r, (q, k) in enumerate(zip(queries, keys, strict=True)):
         if 0 < q <= MAX_DECODE_QUERY_LEN:
@@ -159,6 +175,55 @@ def test_pieces_of_decodes_are_each_tile_once_and_even(
                     want[r, offset, head] = tiles
     assert seen == want
     assert size == max(-(-total // num_programs), min_decode_tiles(config))
+
+
+@pytest.mark.parametrize("num_programs", [2, 6, 132])
+def test_head_tiles_over_latents_read_the_same_keys_at_the_same_time(num_programs: int) -> None:
+    config = latent_config(128, 64, 64, lse=False)
+    share = torch.full((16 + 16 * num_programs,), -1, dtype=torch.int32)
+    pieces = torch.full((num_programs + 100, 16), -1, dtype=torch.int32)
+    units = torch.full((100, 8), -1, dtype=torch.int32)
+    lengths = _lengths(DECODES, CONTEXTS)
+    share_decodes_call(share, pieces, lengths, 2, num_programs, 16, config, units).launch()
+    found: list[list[list[int]]] = [[], []]
+    for program, record in _walk(share, pieces, num_programs, groups=2):
+        request, token, head_tile = record[:3]
+        assert program // (num_programs // 2) == head_tile
+        found[head_tile].append([request, token, *record[7:9]])
+        split, num_splits, first_program, unit = record[9:13]
+        assert units[unit, :5].tolist() == [token, head_tile, 1, num_splits, program - split]
+        assert first_program == program - split
+    assert found[0] == found[1]
+    # A request of 300 queries is no decode; the others have one unit a token and head tile.
+    assert int(share[2]) == 2 * (1 + 16 + 3 + 1)
+    assert sum(count for *_, count in found[0]) == -(-4000 // 128) + 16 * -(-900 // 128) + 3 + 1
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "ctx", "size"),
+    [
+        (64, 8192, 64),  # 62.06 tiles, and 64 are a request
+        (8, 8192, 8),  # an eighth of one
+        (61, 8192, 60),  # 59.15: 64 would be more than 6 percent
+    ],
+)
+def test_shares_over_latents_end_with_requests_where_that_is_cheap(
+    num_reqs: int, ctx: int, size: int
+) -> None:
+    config = latent_config(128, 64, 64, lse=False)
+    share = torch.full((16 + 16 * 132,), -1, dtype=torch.int32)
+    pieces = torch.full((132 + 2 * num_reqs, 16), -1, dtype=torch.int32)
+    lengths = _lengths([1] * num_reqs, [ctx] * num_reqs)
+    share_decodes_call(share, pieces, lengths, 2, 132, 8, config).launch()
+    assert int(share[0]) == size
+
+
+@pytest.mark.parametrize(("num_heads", "tiles"), [(1, 1), (64, 1), (65, 5), (96, 2), (128, 2)])
+def test_heads_over_latents_fill_their_tiles_alike(num_heads: int, tiles: int) -> None:
+    config = latent_config(num_heads, 64, 64, lse=False)
+    assert config.head_tiles == tiles
+    assert config.group_size * tiles == num_heads
+    assert config.group_size <= config.pack <= 64
 
 
 def test_long_queries_are_decoded_only_where_row_tiles_are_few() -> None:

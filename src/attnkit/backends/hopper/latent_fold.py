@@ -72,12 +72,13 @@ def fold_latents_kernel(
         top = highest
     head = head_tile * GROUP_SIZE + row % PACK
     live = live & (row % PACK < GROUP_SIZE)
+    total = tl.where(total == 0.0, 1.0, total)
     where = (token + row // PACK).to(tl.int64)
     if lse_ptr is not None:  # noqa: SIM102 (a constant stands alone)
         if tl.program_id(2) == 0:
             lse = (top * log2_scale + tl.log2(total)) * LN_2
             tl.store(lse_ptr + where * lse_stride_token + head, lse, mask=live)
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = acc / total[:, None]
     where = where * out_stride_token + head * out_stride_head
     out = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + where[:, None] + column[None, :], out, mask=live[:, None])

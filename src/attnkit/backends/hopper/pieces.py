@@ -47,8 +47,11 @@ def my_share(share_ptr, GROUPS: gl.constexpr):
     """
     me = gl.program_id(0)
     place = me
-    if GROUPS > 1:
-        place = me % (gl.num_programs(0) // GROUPS)
     size = gl.load(share_ptr)
     total = gl.load(share_ptr + 1)
+    if GROUPS > 1:
+        num_programs = gl.num_programs(0) // GROUPS
+        place = me % num_programs
+        # Programs that are left over have nothing to do.
+        total = gl.where(me < num_programs * GROUPS, total, 0)
     return place * size, gl.minimum(place * size + size, total), share_ptr + 16 + me * 16
