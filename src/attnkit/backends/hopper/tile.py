@@ -101,8 +101,8 @@ def zero_keys(boxes, slot, box, first, end, CONFIG: gl.constexpr):
 
 @gluon.jit
 def zero_past_end(boxes, slot, tile, num_keys, CONFIG: gl.constexpr):
-    """Zero the rows of a V tile past the request's last key, in the box that holds it. Boxes wholly past it
-    were never copied, and are zero."""
+    """Zero the rows of a V tile past the request's last key, in the box that holds it. Boxes wholly past
+    it were never copied, and are zero."""
     rows = num_keys - tile * CONFIG.block_n
     if (rows > 0) & (rows < CONFIG.block_n) & (rows % CONFIG.rows != 0):
         zero_keys(boxes, slot, rows // CONFIG.rows, 0, rows % CONFIG.rows, CONFIG)
