@@ -116,8 +116,8 @@ def _mpt(
     attention_mask: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`MptAttention.forward`; position_bias is [num_heads, 1, max_seq_len], minus a slope at the last key
-    but one."""
+    """`MptAttention.forward`; position_bias is [num_heads, 1, max_seq_len], minus a slope at the last
+    key but one."""
     heads = module.Wqkv(hidden_states)
     if module.clip_qkv:
         heads = heads.clamp(min=-module.clip_qkv, max=module.clip_qkv)
