@@ -23,7 +23,7 @@ layers = llm.collective_rpc(lambda worker: [
 assert set(layers) == {"attnkit.integrations.vllm.backend"}, layers
 """,
     """
-assert "vllm:CPU_ATTN: chosen" in llm.explain(), llm.explain()
+assert "foreign:CPU_ATTN: chosen" in llm.explain(), llm.explain()
 """,
 )
 """What must hold after each example of the page."""
