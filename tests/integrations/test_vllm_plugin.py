@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from attnkit import Attention, PagedKVCache, make_batch
-from attnkit.contract import KVCacheLayout, ParallelConfig, VllmConfig
+from attnkit.contract import KVCacheLayout, KVQuantMode, ParallelConfig, VllmConfig
 from attnkit.errors import BatchError, UnsupportedConfiguration
 from attnkit.integrations import vllm as plugin
 
@@ -32,11 +32,14 @@ class StubSpec:
     head_size: int = SIZE
     head_size_v: int = SIZE
     dtype: torch.dtype = torch.float32
+    kv_quant_mode: Enum = KVQuantMode.NONE
+    state_content_bytes: int | None = None
     page_size_padded: int | None = None
     sliding_window: int | None = None
 
 
 FullAttentionSpec = type("FullAttentionSpec", (StubSpec,), {})
+EncoderOnlyAttentionSpec = type("EncoderOnlyAttentionSpec", (StubSpec,), {})
 MambaSpec = type("MambaSpec", (StubSpec,), {})
 
 
@@ -132,9 +135,17 @@ def test_answers_are_ours_in_vllms_types(vllm):
     assert backend.supports_block_size(128)
     assert backend.get_preferred_block_size(16) == 64
     assert backend.supports_attn_type("decoder")
-    assert not backend.supports_attn_type("encoder_only")
+    assert backend.supports_attn_type("encoder_only")
+    assert not backend.supports_attn_type("encoder_decoder")
     assert "auto" in backend.supported_kv_cache_dtypes
-    assert not [name for name in backend.supported_kv_cache_dtypes if "fp8" in name]
+    assert "nvfp4" not in backend.supported_kv_cache_dtypes
+    plain, packed = FullAttentionSpec(), FullAttentionSpec(
+        kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD, dtype=torch.int8
+    )  # fmt: skip
+    assert backend.customize_spec(plain) is plain
+    assert backend.customize_spec(packed).state_content_bytes == 2 * (SIZE + 4)
+    with pytest.raises(UnsupportedConfiguration, match="TURBO"):
+        backend.customize_spec(FullAttentionSpec(kv_quant_mode=Enum("Mode", "TURBO").TURBO))
     level = module.VllmBuilder.get_cudagraph_support(VllmConfig(), FullAttentionSpec())
     assert level is contract.AttentionCGSupport.NEVER
 
@@ -184,11 +195,58 @@ def test_a_layer_gives_what_ours_gives(vllm, chosen, window):
     assert impl.set_interleaved_v_cache(True) is False
 
 
+@pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e5m2", "int8_per_token_head"])
+def test_caches_with_codes_hold_what_ours_hold(vllm, cache_dtype):
+    """vLLM gives pages of bytes, scales of no dimension, and asks for the size of packed ones."""
+    module = vllm("cpu")[1]
+    g = torch.Generator().manual_seed(0)
+    ours = Attention(HEADS, SIZE, 0.3, KV_HEADS, kv_cache_dtype=cache_dtype, backend="reference")
+    ours._k_scale.fill_(0.5), ours._v_scale.fill_(2.0)
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(2.0))
+    spec = ours.get_kv_cache_spec()
+    assert spec is not None
+    asked = FullAttentionSpec(kv_quant_mode=spec.kv_quant_mode, dtype=torch.uint8)
+    content = module.VllmBackend.customize_spec(asked).state_content_bytes or 2 * SIZE
+    theirs = torch.zeros(9, KV_HEADS, BLOCK, content, dtype=torch.uint8)
+    mine = PagedKVCache({"a": spec}, num_blocks=9)["a"]
+    impl = module.VllmImpl(HEADS, SIZE, 0.3, KV_HEADS, kv_cache_dtype=cache_dtype)
+    builder = module.VllmBuilder(asked, ["a"], VllmConfig(), torch.device("cpu"))
+    batch = make_batch([18, 3], [18, 3], [[5, 2], [7]], BLOCK)
+    q, (k, v) = (
+        torch.randn(21, HEADS, SIZE, generator=g),
+        torch.randn(2, 21, KV_HEADS, SIZE, generator=g),
+    )
+    impl.do_kv_cache_update(layer, k, v, theirs, batch.slot_mapping)
+    output = impl.forward(layer, q, k, v, theirs, builder.build(0, batch), torch.empty_like(q))
+    torch.testing.assert_close(output, ours(q, k, v, mine, ours.build(batch)), atol=2e-6, rtol=2e-6)
+    assert torch.equal(theirs[[2, 5, 7]], mine.view(torch.uint8)[[2, 5, 7]])
+
+
+def test_encoder_layers_keep_no_cache(vllm):
+    module = vllm("cpu")[1]
+    impl = module.VllmImpl(HEADS, SIZE, 0.3, KV_HEADS, None, 5, attn_type="encoder_only")
+    spec = EncoderOnlyAttentionSpec()
+    builder = module.VllmBuilder(spec, ["a"], VllmConfig(), torch.device("cpu"))
+    batch = make_batch([7, 3], [7, 3], [[1], [2]], BLOCK).replace(causal=False)
+    q, (k, v) = torch.randn(10, HEADS, SIZE), torch.randn(2, 10, KV_HEADS, SIZE)
+    output = impl.forward(None, q, k, v, torch.tensor([]), builder.build(0, batch), q.clone())
+    ours = Attention(
+        HEADS, SIZE, 0.3, KV_HEADS, sliding_window=5, attn_type="encoder_only", backend="reference"
+    )
+    expected = ours(q, k, v, torch.tensor([]), ours.build(batch))
+    torch.testing.assert_close(output, expected, atol=2e-6, rtol=2e-6)
+
+
+def test_backends_for_latents_are_named_with_what_vllm_does_then(vllm):
+    with pytest.raises(UnsupportedConfiguration, match=r"cpu_mla.*keep vLLM's own"):
+        vllm("cpu_mla")
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"attn_type": "encoder_only"}, "decoder layers, not encoder_only"),
-        ({"kv_cache_dtype": "fp8"}, "caches of auto"),
+        ({"attn_type": "encoder_decoder"}, "decoder and encoder_only layers, not encoder_decoder"),
+        ({"kv_cache_dtype": "nvfp4", "head_size": 16}, "caches of auto"),
         ({"chunk_lookback": 3}, "chunk_lookback is not known"),
         ({"head_size": 0}, "head size 0"),
     ],

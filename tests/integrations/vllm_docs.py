@@ -1,7 +1,7 @@
-"""Runs the example of docs/vllm.md in an environment that has vLLM: part of `make test-vllm`.
+"""Runs the examples of docs/vllm.md in an environment that has vLLM: part of `make test-vllm`.
 
-In: the Python of that environment. Out: exit status 0 if the example put out text through our impl. The
-model of the example is replaced by the one that is installed here.
+In: the Python of that environment. Out: exit status 0 if each put out text through the attention it is
+about: ours in vLLM, vLLM's in our runner. Their model is replaced by the one that is installed here.
 """
 
 from __future__ import annotations
@@ -14,22 +14,33 @@ from pathlib import Path
 
 from attnkit.runner.checkpoint import resolve_checkpoint
 
-CHECK = """
+CHECKS = (
+    """
 layers = llm.collective_rpc(lambda worker: [
     type(layer.impl).__module__
     for layer in worker.model_runner.compilation_config.static_forward_context.values()
 ])[0]
 assert set(layers) == {"attnkit.integrations.vllm.backend"}, layers
-"""
+""",
+    """
+assert "foreign:CPU_ATTN: chosen" in llm.explain(), llm.explain()
+""",
+)
+"""What must hold after each example of the page."""
 
 
 def main() -> None:
-    """Take the example out of the page and run it."""
+    """Take the examples out of the page and run them."""
     page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    codes = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    for code, check in zip(codes, CHECKS, strict=True):
+        _run(code, check)
+
+
+def _run(code: str, check: str) -> None:
     name = '"HuggingFaceTB/SmolLM2-135M-Instruct"'
     assert name in code
-    code = code.replace(name, repr(resolve_checkpoint(None).source)) + CHECK
+    code = code.replace(name, repr(str(resolve_checkpoint(None).source))) + check
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "ATTNKIT_VLLM")}
     done = subprocess.run(

@@ -54,6 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "bloom": {"hidden_size": 64},
     "falcon": {"hidden_size": 64, "head_dim": LEFT_OUT, "parallel_attn": True},  # one KV head
+    "mpt": {"num_attention_heads": 6, "max_seq_len": 512, "attn_config": {"clip_qkv": 2.0}},
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "head_dim": 8,

@@ -1,4 +1,4 @@
-"""Models older than transformers' attention interface, made to call it: BLOOM and Falcon.
+"""Models older than transformers' attention interface, made to call it: BLOOM, Falcon and MPT.
 
 In: a model in eval mode whose attention modules compute scores in their own `forward`. Out: the same
 modules with a forward that projects as they do and leaves attention to a function in the interface's
@@ -95,7 +95,48 @@ def _falcon(
     return module.dense(output.flatten(2)), None
 
 
-_FORWARDS: dict[str, Callable[..., tuple[torch.Tensor, None]]] = {
+_NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+"""Stands for the mask that a step does not have."""
+
+
+def _mpt_model(_: AttentionFunction, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """`MptModel.forward`, which needs some mask where the attention function has none."""
+    from transformers import AttentionMaskInterface
+
+    if module.config._attn_implementation not in AttentionMaskInterface():
+        kwargs["attention_mask"] = _NO_MASK  # One of four dimensions is taken as it is.
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _mpt(
+    attend: AttentionFunction,
+    module: Any,
+    hidden_states: torch.Tensor,
+    position_bias: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """`MptAttention.forward`; position_bias is [num_heads, 1, max_seq_len], minus a slope at the last
+    key but one."""
+    heads = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        heads = heads.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    query, key, value = heads.unflatten(2, (3, module.n_heads, -1)).permute(2, 0, 3, 1, 4)
+    output, _weights = attend(
+        module,
+        query,
+        key,
+        value,
+        None if attention_mask is _NO_MASK else attention_mask,
+        scaling=module.softmax_scale,
+        alibi_slopes=-position_bias[:, 0, -2],
+    )
+    return module.out_proj(output.flatten(2)), None
+
+
+_FORWARDS: dict[str, Callable[..., Any]] = {
     "BloomAttention": _bloom,
     "FalconAttention": _falcon,
+    "MptAttention": _mpt,
+    "MptModel": _mpt_model,
 }

@@ -2,12 +2,13 @@
 """VllmBackend: one of attnkit's backends in vLLM's classes.
 
 In: vLLM's questions, specs, batches and tensors. Out: the answers, plans and attention of the backend
-that ATTNKIT_VLLM names. Decoder layers with caches in the model's dtype; everything else is refused with
-the reason when the layer is made. vLLM finds the class by its import path, so it stands in a module.
+that ATTNKIT_VLLM names. Layers of decoders and of encoders; everything else is refused with the reason
+when the layer is made. vLLM finds the class by its import path, so it stands in a module.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any, ClassVar
 
@@ -23,20 +24,34 @@ from attnkit.contract import (
     AttentionType,
     CommonAttentionMetadata,
     DeviceCapability,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
+    KVQuantMode,
     MultipleOf,
     SlidingWindowSpec,
 )
 from attnkit.errors import BatchError, UnsupportedConfiguration
 from attnkit.integrations.vllm import ENV_VLLM
+from attnkit.kvcache.formats import cache_format
 from attnkit.selection import AttentionRequest, reasons_against, resolve
 
 _ON_CPU = current_platform.is_cpu()
 OURS: type[AttentionBackend] = resolve(os.environ.get(ENV_VLLM) or ("cpu" if _ON_CPU else "triton"))
 """What runs: one backend a process, since vLLM asks classes."""
 
-_FORMATS = ("auto", "float16", "bfloat16", "float32")
-"""Cache formats whose pages are as both sides take them; others would have to agree on their bytes."""
+if OURS.is_mla():
+    raise UnsupportedConfiguration(
+        f"{ENV_VLLM} names {OURS.get_name()}, a backend for latents (MLA), and the bridge serves dense "
+        "layers: vLLM's layers over latents keep vLLM's own backend. Name a dense one"
+    )
+
+_FORMATS = (
+    *("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"),
+    *("fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"),
+)
+"""Cache formats whose pages have as many bytes for vLLM as for us."""
+
+_SERVED = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
 
 _ASKED = (
     "get_supported_head_sizes",
@@ -103,8 +118,8 @@ class VllmImpl(vllm_contract.AttentionImpl):
             has_logits_soft_cap=bool(logits_soft_cap),
         )
         reasons = [*reasons_against(OURS, request), *(f"{k} is not known" for k in unknown)]
-        if attn_type != AttentionType.DECODER:
-            reasons.append(f"the bridge serves decoder layers, not {attn_type}")
+        if attn_type not in _SERVED:
+            reasons.append(f"the bridge serves {' and '.join(_SERVED)} layers, not {attn_type}")
         if kv_cache_dtype not in _FORMATS:
             reasons.append(f"the bridge takes caches of {', '.join(_FORMATS)}")
         if reasons:
@@ -113,6 +128,10 @@ class VllmImpl(vllm_contract.AttentionImpl):
                 f"Unset {ENV_VLLM}, or name another backend",
                 tuple(reasons),
             )
+        stored = cache_format(kv_cache_dtype)
+        self._content = 2 * head_size
+        if stored.codec is not None:
+            self._content = stored.layout(head_size, head_size).num_bytes
         self._arguments = (
             num_heads,
             head_size,
@@ -149,13 +168,17 @@ class VllmImpl(vllm_contract.AttentionImpl):
             raise NotImplementedError("attnkit's backends do not quantise their output")
         if attn_metadata is None:
             return output.zero_()
-        if kv_cache.shape[-1] != 2 * self.head_size or kv_cache.shape[1] != self.num_kv_heads:
-            raise BatchError(
-                f"vLLM's cache has shape {tuple(kv_cache.shape)}; attnkit takes (num_blocks, "
-                f"{self.num_kv_heads}, block_size, {2 * self.head_size}): values as wide as keys"
-            )
+        if self.attn_type == AttentionType.DECODER:
+            self._check(kv_cache)
         self.ours.forward(layer, query, key, value, kv_cache, attn_metadata, output)
         return output
+
+    def _check(self, kv_cache: torch.Tensor) -> None:
+        if kv_cache.shape[-1] != self._content or kv_cache.shape[1] != self.num_kv_heads:
+            raise BatchError(
+                f"vLLM's cache has shape {tuple(kv_cache.shape)}; attnkit takes (num_blocks, "
+                f"{self.num_kv_heads}, block_size, {self._content}): values as wide as keys"
+            )
 
     def do_kv_cache_update(
         self,
@@ -285,7 +308,15 @@ class VllmBackend(vllm_contract.AttentionBackend):
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type == AttentionType.DECODER
+        return attn_type in _SERVED and OURS.supports_attn_type(attn_type)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        ours = OURS.customize_spec(our_spec(spec))
+        if ours.state_content_bytes == spec.state_content_bytes:
+            return spec
+        content = ours.state_content_bytes
+        return dataclasses.replace(spec, dtype=ours.dtype, state_content_bytes=content)
 
 
 def _handed_on(name: str) -> Any:
@@ -301,26 +332,36 @@ for _name in _ASKED:
 
 
 def our_spec(spec: Any) -> AttentionSpec:
-    """vLLM's cache spec of a group of decoder layers as ours.
+    """vLLM's cache spec of a group of layers as ours.
 
     Raises:
         UnsupportedConfiguration: it is of another kind.
     """
+    mode = spec.kv_quant_mode.name
+    if mode not in KVQuantMode.__members__:
+        raise UnsupportedConfiguration(
+            f"attnkit in vLLM does not store caches of mode {mode}; it takes {', '.join(_FORMATS)}"
+        )
     facts: dict[str, Any] = {
         "block_size": spec.block_size,
         "num_kv_heads": spec.num_kv_heads,
         "head_size": spec.head_size,
         "head_size_v": spec.head_size_v,
         "dtype": spec.dtype,
+        "kv_quant_mode": KVQuantMode[mode],
         "page_size_padded": spec.page_size_padded,
+        "state_content_bytes": spec.state_content_bytes,
     }
     kind = type(spec).__name__
     if kind == "FullAttentionSpec":
         return FullAttentionSpec(sliding_window=spec.sliding_window, **facts)
     if kind == "SlidingWindowSpec":
         return SlidingWindowSpec(sliding_window=spec.sliding_window, **facts)
+    if kind == "EncoderOnlyAttentionSpec":
+        return EncoderOnlyAttentionSpec(**facts)
     raise UnsupportedConfiguration(
-        f"attnkit in vLLM serves full and sliding-window attention, not {kind}; unset {ENV_VLLM}"
+        f"attnkit in vLLM serves full, sliding-window and encoder-only attention, not {kind}; unset "
+        f"{ENV_VLLM}"
     )
 
 
