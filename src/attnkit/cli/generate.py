@@ -70,6 +70,10 @@ def generate(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Tokens in a step; longer prompts go in chunks.")
     ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="Keep weights in codes, on a CPU: int8 (batches) or int4 (one stream)."),
+    ] = None,
     compile: Annotated[
         bool,
         typer.Option(
@@ -114,6 +118,7 @@ def generate(
         block_size=block_size,
         max_num_batched_tokens=max_num_batched_tokens,
         kv_connector=kv_load is not None or kv_save is not None,
+        weights=weights,
         compile=compile,
         notice=_say,
     )

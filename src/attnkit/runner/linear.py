@@ -3,7 +3,7 @@
 In: a model on the CPU. Out: the same model with its 16-bit `nn.Linear` replaced. torch's own layer
 sorts such a weight anew in every call, which takes as long as a decode step's product itself: with
 16 rows, 576 x 1536 and 576 x 49,152 weights took 1.5 and 1.8 times as long. In a compiled graph the
-layer is one opaque node, `torch.ops.attnkit.packed_linear`, with a handle instead of the weight: a graph
+layer is one opaque node, `torch.ops.attnkit.linear`, with a handle instead of the weight: a graph
 that holds packed weights cannot be kept on disk, and would be compiled at every start.
 """
 
@@ -19,15 +19,14 @@ _HINT_ROWS = 16
 """Rows the packing is chosen for: decode steps, where a weight is read for few rows."""
 
 
-class PackedLinear(nn.Module):
-    """y = x W^T + b with W packed for oneDNN. For inference.
+class OpaqueLinear(nn.Module):
+    """A linear layer whose product a compiled graph does not look into. For inference.
 
     Attributes:
-        weight: (out_features, in_features); its shape and dtype can be read, its values not.
-        bias: (out_features,) or None.
+        in_features, out_features: sizes.
     """
 
-    def __init__(self, linear: nn.Linear, name: str = "linear") -> None:
+    def __init__(self, linear: nn.Linear, name: str) -> None:
         """
         Args:
             linear: the layer to replace.
@@ -36,23 +35,42 @@ class PackedLinear(nn.Module):
         """
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _HINT_ROWS)
-        self.weight = nn.Parameter(packed, requires_grad=False)
-        self.bias = linear.bias
         self._handle = f"{name}#{next(_COUNTER)}"
         _LAYERS[self._handle] = self
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return torch.ops.attnkit.packed_linear(x, self._handle, self.out_features)
-        return self.multiply(x)
-
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """What the node calls."""
-        return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
+        """The product; what the node calls."""
+        raise NotImplementedError
+
+    def product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`multiply`, or in a graph the node that stands for it; `dtype` is the result's."""
+        if torch.compiler.is_compiling():
+            return torch.ops.attnkit.linear(x, self._handle, self.out_features, dtype)
+        return self.multiply(x)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class PackedLinear(OpaqueLinear):
+    """y = x W^T + b with W packed for oneDNN.
+
+    Attributes:
+        weight: (out_features, in_features); its shape and dtype can be read, its values not.
+        bias: (out_features,) or None.
+    """
+
+    def __init__(self, linear: nn.Linear, name: str = "linear") -> None:
+        super().__init__(linear, name)
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _HINT_ROWS)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x, x.dtype)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
 
 
 def pack_linears(model: nn.Module) -> int:
@@ -83,18 +101,20 @@ def is_packable(weight: torch.Tensor) -> bool:
 
 
 _COUNTER = itertools.count()
-_LAYERS: WeakValueDictionary[str, PackedLinear] = WeakValueDictionary()
+_LAYERS: WeakValueDictionary[str, OpaqueLinear] = WeakValueDictionary()
 
 
-def _packed_linear(x: torch.Tensor, handle: str, out_features: int) -> torch.Tensor:
+def _linear(x: torch.Tensor, handle: str, out_features: int, dtype: torch.dtype) -> torch.Tensor:
     return _LAYERS[handle].multiply(x)
 
 
-def _packed_linear_fake(x: torch.Tensor, handle: str, out_features: int) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], out_features)
+def _linear_fake(
+    x: torch.Tensor, handle: str, out_features: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], out_features, dtype=dtype)
 
 
 _LIBRARY = torch.library.Library("attnkit", "FRAGMENT")
-_LIBRARY.define("packed_linear(Tensor x, str handle, int out_features) -> Tensor")
-_LIBRARY.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
-torch.library.register_fake("attnkit::packed_linear", _packed_linear_fake, lib=_LIBRARY)
+_LIBRARY.define("linear(Tensor x, str handle, int out_features, ScalarType dtype) -> Tensor")
+_LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
+torch.library.register_fake("attnkit::linear", _linear_fake, lib=_LIBRARY)

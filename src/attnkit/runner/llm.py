@@ -28,6 +28,7 @@ from attnkit.runner.memory import choose_device, choose_num_blocks
 from attnkit.runner.model import PackedModel
 from attnkit.runner.output import RequestOutput, StreamOutput
 from attnkit.runner.sampling_params import SamplingParams
+from attnkit.runner.weights import check_weights, quantize_linears
 
 Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = Mapping[str, Any]
@@ -57,6 +58,7 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool = True,
         kv_connector: bool = False,
+        weights: str | None = None,
         compile: bool = False,
         cuda_graphs: bool | None = None,
         seed: int = 0,
@@ -84,6 +86,8 @@ class LLM:
                 chunks. None: 2048 on a CPU, 8192 on a GPU.
             enable_prefix_caching: compute a beginning that prompts share once.
             kv_connector: `save_kv` and `load_kv` will be used; only backends that allow it are chosen.
+            weights: "int8" or "int4": keep the weights of linear layers in codes, on a CPU. int8 suits
+                batches, int4 one stream. None: as they are.
             compile: let torch.compile fuse what lies between weights and attention. The first step
                 takes a minute or two, and some ten seconds in later processes, which find the code
                 in torch's cache (TORCHINDUCTOR_CACHE_DIR).
@@ -106,12 +110,19 @@ class LLM:
                 "leave enable_prefix_caching on"
             )
         where = choose_device(device)
+        if weights is not None:
+            check_weights(weights, where)
         checkpoint = resolve_checkpoint(model, notice)
         self.name = checkpoint.name
         self.model_path: Path = checkpoint.path
         loaded, self.dtype = load_model(checkpoint, dtype, where)
         # Before its weights are packed, which hides them.
         self._fingerprint = model_fingerprint(loaded) if kv_connector else None
+        if weights is not None:
+            quantize_linears(loaded, weights)
+            self._fingerprint = (
+                None if self._fingerprint is None else f"{self._fingerprint} {weights}"
+            )
         pack_linears(loaded)
         tokens = max_num_batched_tokens
         tokens = (2048 if where.type == "cpu" else 8192) if tokens is None else tokens
