@@ -229,6 +229,7 @@ def test_encoder_layers_keep_no_cache(vllm):
     builder = module.VllmBuilder(spec, ["a"], VllmConfig(), torch.device("cpu"))
     batch = make_batch([7, 3], [7, 3], [[1], [2]], BLOCK).replace(causal=False)
     q, (k, v) = torch.randn(10, HEADS, SIZE), torch.randn(2, 10, KV_HEADS, SIZE)
+    impl.do_kv_cache_update(None, k, v, torch.tensor([]), batch.slot_mapping)  # vLLM calls it.
     output = impl.forward(None, q, k, v, torch.tensor([]), builder.build(0, batch), q.clone())
     ours = Attention(
         HEADS, SIZE, 0.3, KV_HEADS, sliding_window=5, attn_type="encoder_only", backend="reference"

@@ -88,10 +88,14 @@ def main() -> None:
 def _run(options: argparse.Namespace, place: str, names: list[str]) -> list[dict[str, str]]:
     report = Path(place, "report.xml")
     inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "ATTNKIT_VLLM")}
+    command = [
+        *(options.python, "-m", "pytest", "-q", "--tb=line", f"--junitxml={report}"),
+        *("-c", os.devnull, "--rootdir", place, "--noconftest", "-p", "no:cacheprovider"),
+        *("-p", "vllm_own_plugin", "--continue-on-collection-errors"),
+        *(f"tests/v1/attention/{name}" for name in names),
+    ]
     subprocess.run(
-        [options.python, "-m", "pytest", "-q", "-p", "vllm_own_plugin", "-p", "no:cacheprovider",
-         "-c", os.devnull, "--rootdir", place, "--noconftest", "--tb=line", f"--junitxml={report}",
-         *(f"tests/v1/attention/{name}" for name in names), *(["-k", options.k] if options.k else [])],
+        [*command, "-k", options.k] if options.k else command,
         cwd=place,
         env={
             **inherited,
@@ -104,7 +108,7 @@ def _run(options: argparse.Namespace, place: str, names: list[str]) -> list[dict
             "DO_NOT_TRACK": "1",
         },
         check=False,
-    )  # fmt: skip
+    )
     if not report.exists():
         sys.exit("pytest ended before it wrote a report; see above")
     return [_result(case) for case in ET.parse(report).iter("testcase")]
@@ -115,9 +119,15 @@ def _result(case: ET.Element) -> dict[str, str]:
     for outcome, tag in (("failed", "failure"), ("failed", "error"), ("skipped", "skipped")):
         found = case.find(tag)
         if found is not None:
-            lines = (found.get("message") or "").strip().splitlines() or ["no reason given"]
-            return {"test": test.strip("."), "outcome": outcome, "reason": lines[0][:300]}
+            return {"test": test.strip("."), "outcome": outcome, "reason": _reason(found)}
     return {"test": test, "outcome": "passed", "reason": ""}
+
+
+def _reason(found: ET.Element) -> str:
+    """What pytest marks as the error, or else its message."""
+    lines = (found.text or "").splitlines()
+    marked = [line[1:].strip() for line in lines if line.startswith("E ")]
+    return next(iter([*marked, *(found.get("message") or "no reason given").splitlines()]))[:200]
 
 
 def _counts(results: list[dict[str, str]], name: str) -> dict[str, int]:

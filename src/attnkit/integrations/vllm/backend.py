@@ -189,8 +189,12 @@ class VllmImpl(vllm_contract.AttentionImpl):
         slot_mapping: torch.Tensor,
         skip_scale: bool = False,
     ) -> None:
-        """Write K and V; `skip_scale` concerns formats with codes."""
-        self.ours.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        """Write K and V; `skip_scale` concerns formats with codes.
+
+        vLLM calls it for layers of encoders too, which have no cache.
+        """
+        if self.attn_type == AttentionType.DECODER:
+            self.ours.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def reserve_workspace(self, *args: Any, **kwargs: Any) -> None:
         return
