@@ -273,7 +273,9 @@ class PackedModel:
             return
         # Not as options of torch.compile: its front end reads them itself, when a graph is traced.
         from torch._dynamo import config as dynamo
-        from torch.fx.experimental import _config as shapes
+        from torch.fx.experimental import _config
+
+        shapes: Any = _config  # its `patch` is put there at run time
 
         # Numbers of the model (a scale, an epsilon) are constants: as inputs they had everything traced
         # twice. And a graph for many tokens serves one token too.
