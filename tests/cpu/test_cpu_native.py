@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from attnkit.backends.cpu import native
 from attnkit.backends.cpu.native import native_kernels, native_status
@@ -34,8 +35,8 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def compiler() -> str:
-    """Path of the C compiler; without one there is nothing to test."""
+def compiler() -> list[str]:
+    """The C compiler; without one there is nothing to test."""
     try:
         return native._compiler()
     except native._Unavailable as absent:
@@ -60,7 +61,7 @@ def script(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def test_the_library_is_built_once_and_kept(cache: Path, compiler: str) -> None:
+def test_the_library_is_built_once_and_kept(cache: Path, compiler: list[str]) -> None:
     assert native_kernels() is not None
     assert native_status().startswith(f"native: {cache}")
     (library,) = cache.glob("cpu/*")
@@ -71,7 +72,7 @@ def test_the_library_is_built_once_and_kept(cache: Path, compiler: str) -> None:
     assert [p.stat().st_mtime_ns for p in cache.glob("cpu/*")] == [built]
 
 
-def test_a_damaged_library_is_built_again(cache: Path, compiler: str) -> None:
+def test_a_damaged_library_is_built_again(cache: Path, compiler: list[str]) -> None:
     path = native._library_path()
     path.parent.mkdir(parents=True)
     path.write_bytes(b"\x7fELF, but no more than that")
@@ -79,7 +80,7 @@ def test_a_damaged_library_is_built_again(cache: Path, compiler: str) -> None:
     check_case(Subject.of("cpu"), CASE)
 
 
-def test_two_processes_may_build_at_once(cache: Path, compiler: str) -> None:
+def test_two_processes_may_build_at_once(cache: Path, compiler: list[str]) -> None:
     program = "from attnkit.backends.cpu.native import native_status; print(native_status())"
     processes = [
         subprocess.Popen(
@@ -95,7 +96,7 @@ def test_two_processes_may_build_at_once(cache: Path, compiler: str) -> None:
 
 
 def test_other_sources_flags_or_machines_are_other_files(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: list[str]
 ) -> None:
     paths = [native._library_path()]
     for source in native.SOURCES[0].parent.glob("*.[ch]"):
@@ -125,6 +126,30 @@ def test_a_named_compiler_that_is_missing_is_named(monkeypatch: pytest.MonkeyPat
     expect_torch_serves("no-such-compiler is not in PATH")
 
 
+def test_a_named_compiler_may_have_arguments(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: list[str]
+) -> None:
+    """As in CC="ccache gcc"; they make another library."""
+    wrapper = script(tmp_path, 'exec "$@"')
+    paths = []
+    for arguments in ([compiler[0]], [compiler[0], "-m64"]):
+        monkeypatch.setenv("CC", " ".join([wrapper, *arguments]))
+        assert native._compiler() == [wrapper, *arguments]
+        paths.append(native._library_path())
+    assert paths[0] != paths[1]
+
+
+def test_more_threads_than_cores_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNKIT_CPU_NATIVE", "0")
+    monkeypatch.setattr(native, "usable_cores", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    with pytest.warns(RuntimeWarning, match="64 threads, and this process may use 2 cores"):
+        native_status()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        native_status()
+
+
 def test_a_compiler_that_fails_is_quoted(
     cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -148,7 +173,7 @@ def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.parametrize("where", ["a file", "/proc/attnkit"])
 def test_a_cache_that_cannot_be_written_leaves_torch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str, where: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: list[str], where: str
 ) -> None:
     if where == "a file":
         where = str(tmp_path / "file")
@@ -170,7 +195,7 @@ def test_the_switch_is_silent_and_checked(monkeypatch: pytest.MonkeyPatch) -> No
         native_status()
 
 
-def test_no_second_openmp_runtime_is_loaded(compiler: str) -> None:
+def test_no_second_openmp_runtime_is_loaded(compiler: list[str]) -> None:
     """Two runtimes' waiting threads take each other's cores."""
 
     def runtimes() -> set[str]:

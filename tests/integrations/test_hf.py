@@ -307,11 +307,16 @@ def test_masks_that_change_between_steps_are_refused(enabled):
 
 def test_a_model_attnkit_does_not_know_is_named_and_left_as_it_was(llama):
     config = transformers.AutoConfig.for_model(
-        "mpt", n_heads=4, n_layers=2, d_model=64, vocab_size=300
+        "falcon",
+        alibi=True,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        vocab_size=300,
     )
     model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
     before = generate(model)
-    with pytest.raises((ModelError, attnkit.errors.ConfigurationError), match="MptForCausalLM"):
+    with pytest.raises((ModelError, attnkit.errors.ConfigurationError), match="FalconForCausalLM"):
         attnkit.hf.enable(model, max_model_len=100)
     assert torch.equal(generate(model), before)
     with pytest.raises(BackendError, match="no backend is called"):

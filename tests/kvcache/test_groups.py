@@ -13,6 +13,7 @@ from attnkit.contract import (
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
     SlidingWindowSpec,
@@ -132,9 +133,27 @@ def test_retentions_say_how_long_pages_are_needed():
 
 
 def test_kinds_without_block_tables_are_named():
+    state = MambaSpec(block_size=16, shapes=((4, 8),), dtypes=(torch.float32,))
+    with pytest.raises(ConfigurationError, match=r"mamba layers \(x\)"):
+        plan_kv_cache({"x": state}).retentions  # noqa: B018
+
+
+def test_pages_of_an_encoders_output_are_there_from_the_first_step_on():
     cross = CrossAttentionSpec(block_size=16, max_encoder_tokens=30, **SHAPE)
-    with pytest.raises(ConfigurationError, match=r"cross_attention layers \(x\)"):
-        plan_kv_cache({"x": cross}).retentions  # noqa: B018
+    plan = plan_kv_cache({"self": FULL, "cross": cross})
+    assert plan.retentions[1] == Retention(block_size=16, follows_encoder=True)
+    pool = BlockPool(12, enable_prefix_caching=False)
+    manager = BlockManager(pool, plan.retentions)
+    blocks = manager.new_request(encoder_len=33)
+    assert manager.max_blocks(100, 8, 33) == 7 + 3
+    for num_tokens, held in ((1, 1), (17, 2)):
+        manager.grow(blocks, num_tokens)
+        assert [len(table) for table in blocks.tables] == [held, 3]
+        manager.settle(blocks, range(num_tokens), num_tokens)
+    manager.release(blocks)
+    assert pool.num_used == 0
+    with pytest.raises(ConfigurationError, match="enable_prefix_caching=False"):
+        BlockManager(BlockPool(12, enable_prefix_caching=True), plan.retentions)
 
 
 def test_blocks_from_a_budget_and_a_budget_too_small():

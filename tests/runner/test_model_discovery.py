@@ -209,7 +209,7 @@ def test_probing_leaves_no_trace_in_the_model():
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("mpt", {"n_heads": 4, "n_layers": 2, "d_model": 64}, "MptForCausalLM does not call"),
+        ("mamba", {}, "MambaForCausalLM does not call"),
         ("falcon", {"alibi": True}, "FalconForCausalLM.*does not get its mask from"),
         ("diffllama", {}, r"DiffLlamaForCausalLM: .* more than once"),
         ("qwen3_next", {"num_hidden_layers": 4}, "Qwen3NextForCausalLM.*leak"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from attnkit.backends.cpu.native import usable_cores
 from attnkit.bench import machine, plot
 from attnkit.bench.contender import Contender
 from attnkit.bench.e2e import (
@@ -265,9 +265,7 @@ def _device(options: argparse.Namespace) -> torch.device:
 
 
 def _set_threads(count: int) -> None:
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = usable_cores()
     if not 1 <= count <= cores:
         raise ConfigurationError(
             f"--threads {count} is not allowed; this process may use {cores} cores, so give 1 to {cores}"

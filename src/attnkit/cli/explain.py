@@ -120,6 +120,7 @@ def _requests_of_model(
                 has_sliding_window=facts.sliding_window is not None,
                 has_logits_soft_cap=facts.logits_soft_cap is not None,
                 use_alibi=facts.alibi_slopes is not None,
+                attn_type=facts.attn_type.value,
             )
         kinds.setdefault(request, []).append(facts.name)
     return {

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from attnkit.contract import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
@@ -54,11 +55,13 @@ class KVCacheGroup:
             return Retention(
                 block_size=spec.block_size, sliding_window=spec.rswa_window, keeps_prefix=True
             )
+        if isinstance(spec, CrossAttentionSpec):
+            return Retention(block_size=spec.block_size, follows_encoder=True)
         if isinstance(spec, FullAttentionSpec):
             return Retention(block_size=spec.block_size)
         raise ConfigurationError(
             f"block tables of {spec.kind} layers ({', '.join(self.layer_names)}) are not managed here; "
-            "full, sliding-window and chunked local attention are"
+            "full, sliding-window, chunked local and cross attention are"
         )
 
 

@@ -4,8 +4,8 @@ In: a `BlockPool` and, for each group of layers, how long a token's page is need
 per request and group a list of block ids by logical position, in which the null block stands where a
 page is no longer needed. Prefixes that were computed before are found again across all groups.
 
-A group whose pages follow another rule (cross attention, recurrent states) brings its own class with
-the methods of `Retention`; nothing else here asks for the kind of a group.
+A group whose pages follow another rule (recurrent states) brings its own class with the methods of
+`Retention`; nothing else here asks for the kind of a group.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ class Retention:
         attention_chunk_size: a query sees its own chunk, position // attention_chunk_size, alone;
             None: no chunks.
         keeps_prefix: the window leaves each request's prefix visible (R-SWA).
+        follows_encoder: its pages hold the encoder's output (cross attention): all of a request's from
+            its first step on, and no more later.
     """
 
     block_size: int
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
     keeps_prefix: bool = False
+    follows_encoder: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "sliding_window", "attention_chunk_size"):
@@ -69,13 +72,18 @@ class Retention:
         """First blocks that all later queries see of a request with such a prefix."""
         return _ceil_div(prefix_len, self.block_size) if self.keeps_prefix else 0
 
-    def max_blocks(self, num_tokens: int, max_query_len: int) -> int:
+    def num_blocks(self, num_tokens: int, encoder_len: int) -> int:
+        """Blocks up to `num_tokens` tokens, of a request with so many encoder tokens."""
+        return _ceil_div(encoder_len if self.follows_encoder else num_tokens, self.block_size)
+
+    def max_blocks(self, num_tokens: int, max_query_len: int, encoder_len: int = 0) -> int:
         """Most blocks held at once by a request that grows to `num_tokens`, whatever its prefix.
 
         Args:
             max_query_len: most tokens computed in one step.
+            encoder_len: its encoder tokens.
         """
-        total = _ceil_div(num_tokens, self.block_size)
+        total = self.num_blocks(num_tokens, encoder_len)
         if self.is_full or self.keeps_prefix:
             return total
         # Tokens from the first one that a step's first query sees to the step's last one.
@@ -105,12 +113,16 @@ class RequestBlocks:
         tables: per group, block ids by logical position; the null block stands where a page was
             given back.
         prefix_len: tokens that stay visible to all later ones in groups that keep prefixes.
+        encoder_len: encoder tokens, for groups that follow the encoder.
     """
 
-    __slots__ = ("_num_published", "_prefixes", "prefix_len", "tables")
+    __slots__ = ("_num_published", "_prefixes", "encoder_len", "prefix_len", "tables")
 
-    def __init__(self, num_groups: int, roots: dict[int, Prefix], prefix_len: int) -> None:
+    def __init__(
+        self, num_groups: int, roots: dict[int, Prefix], prefix_len: int, encoder_len: int
+    ) -> None:
         self.prefix_len = prefix_len
+        self.encoder_len = encoder_len
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self._num_published = [0] * num_groups
         # Block size -> prefixes of 0, 1, 2, ... whole blocks.
@@ -133,6 +145,11 @@ class BlockManager:
     def __init__(self, pool: BlockPool, retentions: Sequence[Retention]) -> None:
         if not retentions:
             raise ConfigurationError("a block manager needs at least one group of layers; got none")
+        if pool.enable_prefix_caching and any(r.follows_encoder for r in retentions):
+            raise ConfigurationError(
+                "prefixes of an encoder-decoder are not shared, since a request's first step is what "
+                "fills its encoder pages; give the pool enable_prefix_caching=False"
+            )
         self.pool = pool
         self.retentions = tuple(retentions)
         self.num_queried_tokens = 0
@@ -142,7 +159,7 @@ class BlockManager:
         self.hit_unit = math.lcm(*self._block_sizes)
 
     def new_request(
-        self, extra_keys: tuple[Hashable, ...] = (), prefix_len: int = 0
+        self, extra_keys: tuple[Hashable, ...] = (), prefix_len: int = 0, encoder_len: int = 0
     ) -> RequestBlocks:
         """Empty tables.
 
@@ -152,13 +169,14 @@ class BlockManager:
             prefix_len: tokens (the prompt) that stay visible to all later ones in groups that keep
                 prefixes. What is computed behind them depends on how many they are, so in a model with
                 such a group no page behind a prefix is shared.
+            encoder_len: encoder tokens, for groups that follow the encoder.
         """
         roots = {size: self._tree.root(extra_keys) for size in self._block_sizes}
-        return RequestBlocks(len(self.retentions), roots, prefix_len)
+        return RequestBlocks(len(self.retentions), roots, prefix_len, encoder_len)
 
-    def max_blocks(self, num_tokens: int, max_query_len: int) -> int:
+    def max_blocks(self, num_tokens: int, max_query_len: int, encoder_len: int = 0) -> int:
         """Most blocks one request of `num_tokens` holds at once, over all groups."""
-        return sum(r.max_blocks(num_tokens, max_query_len) for r in self.retentions)
+        return sum(r.max_blocks(num_tokens, max_query_len, encoder_len) for r in self.retentions)
 
     def find_prefix(self, blocks: RequestBlocks, token_ids: Sequence[int]) -> PrefixHit:
         """The longest beginning of which every group still has what later queries read.
@@ -262,7 +280,7 @@ class BlockManager:
     def num_missing(self, blocks: RequestBlocks, num_tokens: int) -> int:
         """Blocks to allocate before the request can hold `num_tokens` tokens."""
         return sum(
-            max(0, _ceil_div(num_tokens, r.block_size) - len(table))
+            max(0, r.num_blocks(num_tokens, blocks.encoder_len) - len(table))
             for r, table in zip(self.retentions, blocks.tables, strict=True)
         )
 
@@ -278,7 +296,7 @@ class BlockManager:
         """
         new_ids = self.pool.allocate(self.num_missing(blocks, num_tokens))
         for retention, table in zip(self.retentions, blocks.tables, strict=True):
-            wanted = max(0, _ceil_div(num_tokens, retention.block_size) - len(table))
+            wanted = max(0, retention.num_blocks(num_tokens, blocks.encoder_len) - len(table))
             table.extend(new_ids[:wanted])
             del new_ids[:wanted]
 
@@ -287,7 +305,7 @@ class BlockManager:
 
         Before either grows, `own_block` what it will write into.
         """
-        copy = self.new_request(prefix_len=blocks.prefix_len)
+        copy = self.new_request(prefix_len=blocks.prefix_len, encoder_len=blocks.encoder_len)
         copy.tables = [list(table) for table in blocks.tables]
         copy._num_published = list(blocks._num_published)
         copy._prefixes = {size: list(prefixes) for size, prefixes in blocks._prefixes.items()}

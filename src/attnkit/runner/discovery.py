@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnkit.contract import AttentionType
 from attnkit.errors import ModelError
-from attnkit.runner import hook
+from attnkit.runner import hook, two_sides
 from attnkit.runner.latents import Expansion, LatentFacts, latent_facts, recording_expansions
 from attnkit.runner.reach import Mask, Reach, reach_of_causal_mask, reach_of_open_mask
 from attnkit.runner.temperature import QueryTemperature, left_to_us
@@ -50,6 +51,7 @@ class LayerFacts:
         latent: its keys and values are expanded latents, which it may keep instead; None: no.
         temperature: what queries are scaled with by their position, which the layer must do in the
             module's place; None: nothing.
+        attn_type: what it attends to.
     """
 
     name: str
@@ -67,6 +69,7 @@ class LayerFacts:
     dtype: torch.dtype
     latent: LatentFacts | None = None
     temperature: QueryTemperature | None = None
+    attn_type: AttentionType = AttentionType.DECODER
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,6 +128,8 @@ def discover_layers(
         ModelError: the model cannot be driven.
     """
     kind = type(model).__name__
+    if not encoder and two_sides.is_encoder_decoder(model):
+        two_sides.take_positions(model)
     device = next(model.parameters()).device
     vocab_size = _embedding_rows(model)
     ids = torch.arange(_NUM_PROBE_TOKENS, device=device) * 7 % vocab_size
@@ -158,10 +163,23 @@ def discover_layers(
                 "does not support; use another model"
             )
         seen.add(call.module)
-        fact = layer_facts(kind, name, call, max_model_len, reaches, encoder=encoder)
-        latent = _latent(fact, call, expansions)
-        facts.append(replace(fact, latent=latent, temperature=temperatures.get(call.module)))
+        attn_type = AttentionType.ENCODER_ONLY if encoder else _attn_type(model, call.module)
+        is_open = attn_type is not AttentionType.DECODER
+        fact = layer_facts(kind, name, call, max_model_len, reaches, encoder=is_open)
+        latent = None if is_open else _latent(fact, call, expansions)
+        temperature = temperatures.get(call.module)
+        facts.append(replace(fact, latent=latent, temperature=temperature, attn_type=attn_type))
     return tuple(facts)
+
+
+def _attn_type(model: Any, module: nn.Module) -> AttentionType:
+    """Of a layer of a decoder, or of an encoder-decoder."""
+    if not two_sides.is_encoder_decoder(model):
+        return AttentionType.DECODER
+    if any(module is other for other in model.get_encoder().modules()):
+        return AttentionType.ENCODER
+    is_causal = getattr(module, "is_causal", True)
+    return AttentionType.DECODER if is_causal else AttentionType.ENCODER_DECODER
 
 
 def _latent(
@@ -185,6 +203,8 @@ def _probe(
 ) -> tuple[list[AttentionCall], torch.Tensor]:
     recorder = _CallRecorder()
     with torch.inference_mode(), hook.recording(recorder):
+        if two_sides.is_encoder_decoder(model):
+            return recorder.calls, two_sides.call(model, ids, positions, ids, positions)
         output = model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
     return recorder.calls, output[0][0]  # logits, or an encoder's hidden states
 

@@ -199,6 +199,8 @@ class Engine:
         self._entries: dict[str, Entry] = {}
         self._numbers = itertools.count()
         self._block_sizes = [r.block_size for r in model.kv_plan.retentions]
+        follow = [r.follows_encoder for r in model.kv_plan.retentions]
+        self._follow_encoder = follow if any(follow) else None
         self._num_steps = self._num_computed = self._num_generated = self._num_preemptions = 0
 
     @property
@@ -216,13 +218,18 @@ class Engine:
         )
 
     def add(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        encoder_token_ids: Sequence[int] = (),
     ) -> Entry:
         """Take a request; it runs from the next step on.
 
         Args:
             prompt_token_ids: at least one.
             prompt: the text they came from, to be handed back.
+            encoder_token_ids: at least one for an encoder-decoder, none for other models.
 
         Raises:
             RequestError: the prompt or its parameters are not allowed; nothing was changed.
@@ -230,10 +237,15 @@ class Engine:
         with self._lock:
             number = next(self._numbers)
             request = Request(
-                str(number), prompt_token_ids, params, eos_token_ids=self.eos_token_ids
+                str(number),
+                prompt_token_ids,
+                params,
+                encoder_token_ids=encoder_token_ids,
+                eos_token_ids=self.eos_token_ids,
             )
+            self._check_encoder_tokens(request)
             vocab_size = self.model.vocab_size
-            if (largest := max(prompt_token_ids)) >= vocab_size:
+            if (largest := max(*prompt_token_ids, *encoder_token_ids, 0)) >= vocab_size:
                 raise RequestError(
                     f"request {number}: token id {largest} is not of the model, which has "
                     f"{vocab_size}; give ids from 0 to {vocab_size - 1}"
@@ -254,6 +266,19 @@ class Engine:
             )
             entry = self._entries[request.request_id] = Entry(request, prompt, state, text)
             return entry
+
+    def _check_encoder_tokens(self, request: Request) -> None:
+        given, most = len(request.encoder_token_ids), self.model.max_model_len
+        if self._follow_encoder is None and given:
+            raise RequestError(
+                f"request {request.request_id}: encoder tokens were given, and the model has no "
+                "encoder; give a prompt alone"
+            )
+        if self._follow_encoder is not None and not 0 < given <= most:
+            raise RequestError(
+                f"request {request.request_id}: the encoder's prompt has {given} tokens; give 1 to "
+                f"{most}"
+            )
 
     def abort(self, entries: Iterable[Entry]) -> None:
         """Cancel those of the entries that have not finished; their pages are free afterwards."""
@@ -370,12 +395,11 @@ class Engine:
                 self.model.blocks_per_block,
                 self.model.device,
                 None if graph is None else graph.static,
+                self._follow_encoder,
             )
             plans = self._planner.plan(inputs.batches)
             if graph is None:
-                logits = self.model.forward(
-                    inputs.input_ids, inputs.positions, inputs.logits_indices, plans, self.cache
-                )
+                logits = self.model.run(inputs, plans, self.cache)
             else:
                 logits = graph.replay(plans, len(inputs.sampled))
             entries = [self._entries[request.request_id] for request in inputs.sampled]

@@ -18,6 +18,7 @@ from attnkit.contract import AttentionBackend
 from attnkit.errors import CacheError, ConfigurationError, ModelError, RequestError
 from attnkit.kvcache.transfer import KVConnector
 from attnkit.runner.checkpoint import resolve_checkpoint
+from attnkit.runner.encoder_decoder import PackedEncoderDecoder
 from attnkit.runner.engine import Engine, EngineStats, Entry
 from attnkit.runner.fingerprint import model_fingerprint
 from attnkit.runner.graphs import capture_sizes, choose_recorder
@@ -28,9 +29,10 @@ from attnkit.runner.memory import choose_device, choose_num_blocks
 from attnkit.runner.model import PackedModel
 from attnkit.runner.output import RequestOutput, StreamOutput
 from attnkit.runner.sampling_params import SamplingParams
+from attnkit.runner.two_sides import is_encoder_decoder
 from attnkit.runner.weights import check_weights, quantize_linears
 
-Prompt: TypeAlias = str | Sequence[int]
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, str | Sequence[int]]
 Message: TypeAlias = Mapping[str, Any]
 Progress: TypeAlias = Callable[[int, int, int], None]
 
@@ -116,6 +118,8 @@ class LLM:
         self.name = checkpoint.name
         self.model_path: Path = checkpoint.path
         loaded, self.dtype = load_model(checkpoint, dtype, where)
+        if self._is_encoder_decoder(loaded, kv_connector, compile):
+            enable_prefix_caching = False  # A request's first step fills its encoder pages.
         # Before its weights are packed, which hides them.
         self._fingerprint = model_fingerprint(loaded) if kv_connector else None
         if weights is not None:
@@ -128,7 +132,8 @@ class LLM:
         tokens = (2048 if where.type == "cpu" else 8192) if tokens is None else tokens
         seqs = min(256, tokens) if max_num_seqs is None else max_num_seqs
         captures = where.type == "cuda" and cuda_graphs is not False
-        packed = PackedModel(
+        packed_cls = PackedModel if self._decoder_start is None else PackedEncoderDecoder
+        packed = packed_cls(
             loaded,
             backend=backend,
             block_size=block_size,
@@ -203,7 +208,9 @@ class LLM:
         """Continue prompts, all at once.
 
         Args:
-            prompts: a text, a list of token ids, or a list of such.
+            prompts: a text, a list of token ids, or a list of such. Of an encoder-decoder they are the
+                encoder's, and the answer begins at the model's own start token;
+                {"encoder_prompt": ..., "decoder_prompt": ...} gives the beginning of the answer too.
             sampling_params: one for all, or one each; None: `SamplingParams()`.
             progress: called after each step with the prompts finished, their number, and the
                 tokens generated so far.
@@ -239,7 +246,7 @@ class LLM:
             return []
         many: Any = [messages] if isinstance(messages[0], Mapping) else messages
         params = _params_for(sampling_params, len(many))
-        encoded = [self.encode_chat(conversation) for conversation in many]
+        encoded = [(*self.encode_chat(conversation), []) for conversation in many]
         return self._run(self._add_all(encoded, params), progress)
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
@@ -374,7 +381,44 @@ class LLM:
         finally:
             self.engine.abort([entry])
 
-    def _encode(self, index: int, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _is_encoder_decoder(self, model: Any, kv_connector: bool, compile: bool) -> bool:
+        """Find how a decoder begins that reads an encoder's output; `_decoder_start` is None without.
+
+        Raises:
+            ConfigurationError: something was asked for that such a model does not do.
+        """
+        self._decoder_start: list[int] | None = None
+        if not is_encoder_decoder(model):
+            return False
+        for name in (n for n, v in (("kv_connector", kv_connector), ("compile", compile)) if v):
+            raise ConfigurationError(
+                f"{name}=True is for decoders, and {self.name} is an encoder-decoder; leave it out"
+            )
+        said = model.generation_config
+        start = [said.decoder_start_token_id, said.forced_bos_token_id]
+        if start[0] is None:
+            start[0] = getattr(model.config, "decoder_start_token_id", None)
+        self._decoder_start = [token for token in start if token is not None]
+        return True
+
+    def _encode(self, index: int, prompt: Any) -> tuple[str | None, list[int], list[int]]:
+        """Text to be handed back, the decoder's token ids, the encoder's."""
+        if self._decoder_start is None:
+            return *self._encode_one(index, prompt), []
+        start = None
+        if isinstance(prompt, Mapping):
+            if not {"encoder_prompt"} <= prompt.keys() <= {"encoder_prompt", "decoder_prompt"}:
+                raise RequestError(
+                    f"prompt {index} has {', '.join(map(str, prompt)) or 'nothing'}; give "
+                    "encoder_prompt and, if the answer's beginning is known, decoder_prompt"
+                )
+            start, prompt = prompt.get("decoder_prompt"), prompt["encoder_prompt"]
+        text, encoder_ids = self._encode_one(index, prompt)
+        if start is None:
+            return text, list(self._decoder_start), encoder_ids
+        return text, self._encode_one(index, start)[1], encoder_ids
+
+    def _encode_one(self, index: int, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         if not isinstance(prompt, Sequence):
@@ -385,14 +429,16 @@ class LLM:
 
     def _add_all(
         self,
-        prompts: Sequence[tuple[str | None, list[int]]],
+        prompts: Sequence[tuple[str | None, list[int], list[int]]],
         params: Sequence[SamplingParams],
     ) -> list[Entry]:
         """All or none: the first that is refused takes the others out again before anything runs."""
         entries: list[Entry] = []
-        for index, ((text, ids), param) in enumerate(zip(prompts, params, strict=True)):
+        for index, ((text, ids, encoder_ids), param) in enumerate(
+            zip(prompts, params, strict=True)
+        ):
             try:
-                entries.append(self.engine.add(ids, param, text))
+                entries.append(self.engine.add(ids, param, text, encoder_ids))
             except RequestError as error:
                 self.engine.abort(entries)
                 raise RequestError(f"prompt {index}: {error}") from error

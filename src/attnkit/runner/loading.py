@@ -33,13 +33,15 @@ def load_model(
 
     Raises:
         ConfigurationError: the dtype is not known.
-        ModelError: it is no decoder, transformers cannot load it, or weights are missing.
+        ModelError: it generates no text, transformers cannot load it, or weights are missing.
     """
     import transformers
 
-    _check_is_decoder(checkpoint)
-    kind = "a causal language model"
-    return _load(transformers.AutoModelForCausalLM, kind, checkpoint, dtype, device)
+    if _is_encoder_decoder(checkpoint):
+        auto, kind = transformers.AutoModelForSeq2SeqLM, "an encoder-decoder"
+    else:
+        auto, kind = transformers.AutoModelForCausalLM, "a causal language model"
+    return _load(auto, kind, checkpoint, dtype, device)
 
 
 def load_encoder(
@@ -139,16 +141,23 @@ def _config(checkpoint: Checkpoint) -> Any:
         ) from error
 
 
-def _check_is_decoder(checkpoint: Checkpoint) -> None:
-    """Refuse what transformers would load in part (BART without its encoder), or not at all."""
+def _is_encoder_decoder(checkpoint: Checkpoint) -> bool:
+    """Which of both it is; else what transformers would load in part, or not at all, is refused."""
     import transformers
 
     config = _config(checkpoint)
     if config.is_encoder_decoder:
+        if hasattr(config, "relative_attention_num_buckets"):
+            raise ModelError(
+                f"{checkpoint.source} is of type {config.model_type}, whose attention adds a learned "
+                "bias for each distance, which attnkit's layers do not carry; use an encoder-decoder "
+                "without one (BART, mBART, Pegasus, Marian)"
+            )
+        if type(config) in transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+            return True
         raise ModelError(
-            f"{checkpoint.source} is an encoder-decoder ({config.model_type}), whose cross attention "
-            "attnkit's runner does not drive; give a decoder, or build layers with "
-            "attn_type='encoder_decoder' for an engine of your own"
+            f"{checkpoint.source} is an encoder-decoder ({config.model_type}) whose encoder does not "
+            "read text, which attnkit's runner does not drive; give a model from text to text"
         )
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
@@ -156,6 +165,7 @@ def _check_is_decoder(checkpoint: Checkpoint) -> None:
             f"{transformers.__version__} has no causal language model (it may see its prompt in both "
             "directions, or have no head); give a decoder, or an encoder to attnkit.Embedder"
         )
+    return False
 
 
 @contextmanager

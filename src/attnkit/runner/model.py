@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
+from attnkit.backends.wrappers import cross_attention
 from attnkit.compiled import forward_context
 from attnkit.contract import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionSpec,
+    AttentionType,
     CacheConfig,
     CommonAttentionMetadata,
     CompilationConfig,
@@ -30,14 +32,15 @@ from attnkit.contract import (
     SchedulerConfig,
     VllmConfig,
 )
-from attnkit.errors import ConfigurationError
+from attnkit.errors import ConfigurationError, ModelError
 from attnkit.kvcache.groups import KVCachePlan, plan_kv_cache
 from attnkit.kvcache.pool import PagedKVCache
 from attnkit.paged_layer import PagedLayer
-from attnkit.runner import hook
+from attnkit.runner import hook, two_sides
 from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.discovery import LayerFacts
 from attnkit.runner.loading import load_model
+from attnkit.runner.step import StepInputs
 from attnkit.runner.takeover import (
     attention_names,
     count_names,
@@ -107,10 +110,19 @@ class PackedModel:
         self._is_compiled = False
         self._previous = attention_names(model)
         with left_alone_on_error(model):
-            facts = probe(model, self.max_model_len)
+            facts = self._probe()
             self._build(facts, backend, block_size, max_num_seqs, max_num_batched_tokens)
             self._modules = {fact.name: fact.module for fact in facts}
             self.attach()
+
+    def _probe(self) -> tuple[LayerFacts, ...]:
+        """The attention layers that keep something."""
+        if two_sides.is_encoder_decoder(self.model):
+            raise ModelError(
+                f"{type(self.model).__name__} is an encoder-decoder, which is not run by its decoder "
+                "alone; generate with attnkit.LLM"
+            )
+        return probe(self.model, self.max_model_len)
 
     def explain(self) -> str:
         """Which backend runs which layers, and why not the others."""
@@ -171,14 +183,20 @@ class PackedModel:
         self.block_size = wanted
         specs: dict[str, AttentionSpec] = {}
         for name, layer in layers.items():
-            spec = layer.get_kv_cache_spec(wanted)
-            assert spec is not None, "decoder layers own a cache"
-            specs[name] = spec
+            specs[name] = self._cache_spec(layer, wanted)
         self.kv_plan = plan_kv_cache(specs)
         self.blocks_per_block = _blocks_per_block(self.kv_plan, layers)
         config = replace(config, cache_config=CacheConfig(block_size=wanted))
         sizes = {n: s.block_size // self.blocks_per_block for n, s in self.kv_plan.specs.items()}
         self.layers = {f.name: self._layer(f, backend, sizes[f.name], config) for f in facts}
+
+    def _cache_spec(
+        self, layer: hook.ModelLayer | hook.ModelLatentLayer, block_size: int
+    ) -> AttentionSpec:
+        """What a layer keeps."""
+        spec = layer.get_kv_cache_spec(block_size)
+        assert spec is not None, "decoder layers own a cache"
+        return spec
 
     def allocate(self, num_blocks: int, *, poison: bool = False) -> PagedKVCache:
         """Memory for `num_blocks` pages of every layer, in a layout all backends can read.
@@ -207,6 +225,12 @@ class PackedModel:
         """Let torch.compile fuse what lies between weights and attention, from the next step on."""
         self.model.compile(dynamic=True, options={"guard_filter_fn": _worth_checking})
         self._is_compiled = True
+
+    def run(
+        self, inputs: StepInputs, plans: Mapping[str, Any], cache: PagedKVCache
+    ) -> torch.Tensor:
+        """`forward` of a step's inputs."""
+        return self.forward(inputs.input_ids, inputs.positions, inputs.logits_indices, plans, cache)
 
     def forward(
         self,
@@ -249,7 +273,9 @@ class PackedModel:
             return
         # Not as options of torch.compile: its front end reads them itself, when a graph is traced.
         from torch._dynamo import config as dynamo
-        from torch.fx.experimental import _config as shapes
+        from torch.fx.experimental import _config
+
+        shapes: Any = _config  # its `patch` is put there at run time
 
         # Numbers of the model (a scale, an epsilon) are constants: as inputs they had everything traced
         # twice. And a graph for many tokens serves one token too.
@@ -280,7 +306,27 @@ class PackedModel:
                 use_kv_connector=self._use_kv_connector,
                 vllm_config=config,
             )
-        layer = hook.ModelLayer(
+        if fact.attn_type is AttentionType.ENCODER_DECODER:
+            # To the backend underneath it is a batch without causality.
+            chosen = self._dense_layer(fact, backend, block_size, config, use_non_causal=True)
+            crossing = cross_attention(chosen.backend)
+            layer = self._dense_layer(fact, crossing, block_size, config, fact.attn_type)
+        else:
+            layer = self._dense_layer(fact, backend, block_size, config, fact.attn_type)
+        layer.temperature = fact.temperature
+        return layer
+
+    def _dense_layer(
+        self,
+        fact: LayerFacts,
+        backend: str | type[AttentionBackend],
+        block_size: int,
+        config: VllmConfig,
+        attn_type: AttentionType = AttentionType.DECODER,
+        *,
+        use_non_causal: bool = False,
+    ) -> hook.ModelLayer:
+        return hook.ModelLayer(
             fact.num_heads,
             fact.head_size,
             fact.scale,
@@ -291,6 +337,8 @@ class PackedModel:
             logits_soft_cap=fact.logits_soft_cap,
             sinks=fact.sinks,
             head_size_v=fact.head_size_v,
+            attn_type=attn_type,
+            use_non_causal=use_non_causal,
             dtype=fact.dtype,
             device=self.device,
             backend=backend,
@@ -299,8 +347,6 @@ class PackedModel:
             use_kv_connector=self._use_kv_connector,
             vllm_config=config,
         )
-        layer.temperature = fact.temperature
-        return layer
 
 
 class StepPlanner:

@@ -50,6 +50,7 @@ class Request:
     Attributes:
         request_id: unique among those not finished.
         token_ids: prompt and output.
+        encoder_token_ids: what the encoder of an encoder-decoder reads; empty: there is none.
         num_prompt_tokens: how many of them are the prompt.
         sampling_params: how to go on.
         eos_token_ids: the model's own end tokens.
@@ -69,6 +70,7 @@ class Request:
         "_stop_token_ids",
         "arrival",
         "blocks",
+        "encoder_token_ids",
         "eos_token_ids",
         "error",
         "extra_keys",
@@ -90,6 +92,7 @@ class Request:
         prompt_token_ids: Sequence[int],
         sampling_params: SamplingParams,
         *,
+        encoder_token_ids: Sequence[int] = (),
         eos_token_ids: Iterable[int] = (),
         extra_keys: tuple[Hashable, ...] = (),
         priority: int = 0,
@@ -101,7 +104,7 @@ class Request:
         """
         if len(prompt_token_ids) == 0:
             raise RequestError(f"request {request_id}: the prompt has no tokens; give at least 1")
-        for token_id in prompt_token_ids:
+        for token_id in (*prompt_token_ids, *encoder_token_ids):
             if not isinstance(token_id, int) or token_id < 0:
                 raise RequestError(
                     f"request {request_id}: prompt token {token_id!r} is not allowed; "
@@ -109,6 +112,7 @@ class Request:
                 )
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
+        self.encoder_token_ids = tuple(encoder_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.sampling_params = sampling_params
         self.eos_token_ids = frozenset(eos_token_ids)

@@ -154,7 +154,7 @@ class Scheduler:
                 f"{self.max_model_len} tokens; lower max_tokens to {self.max_model_len - num_prompt} "
                 "or shorten the prompt"
             )
-        needed = self._most_blocks(request.max_computed_tokens)
+        needed = self._most_blocks(request, request.max_computed_tokens)
         num_blocks = self.manager.pool.num_blocks - 1
         if needed > num_blocks:
             raise RequestError(
@@ -163,7 +163,11 @@ class Scheduler:
                 "cache more memory"
             )
         request.arrival = next(self._arrivals)
-        request.blocks = self.manager.new_request(request.extra_keys, prefix_len=num_prompt)
+        request.blocks = self.manager.new_request(
+            request.extra_keys,
+            prefix_len=num_prompt,
+            encoder_len=len(request.encoder_token_ids),
+        )
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_order)
 
@@ -304,7 +308,7 @@ class Scheduler:
             elif self._running:
                 return
             else:
-                self._fail(request, self._most_blocks(request.num_tokens))
+                self._fail(request, self._most_blocks(request, request.num_tokens))
 
     def _start(self, request: Request, hit: PrefixHit, num_new: int) -> bool:
         """Give a waiting request its first blocks, if all its known tokens have room by now.
@@ -313,7 +317,7 @@ class Scheduler:
         """
         manager, blocks = self.manager, _blocks(request)
         manager.take_prefix(blocks, hit)
-        needed = self._most_blocks(request.num_tokens)
+        needed = self._most_blocks(request, request.num_tokens)
         if needed - manager.num_held(blocks) > manager.pool.num_free:
             manager.release(blocks)
             return False
@@ -327,8 +331,9 @@ class Scheduler:
         insort(self._running, request, key=_order)
         return True
 
-    def _most_blocks(self, num_tokens: int) -> int:
-        return self.manager.max_blocks(num_tokens, self.max_chunk_tokens)
+    def _most_blocks(self, request: Request, num_tokens: int) -> int:
+        encoder_len = len(request.encoder_token_ids)
+        return self.manager.max_blocks(num_tokens, self.max_chunk_tokens, encoder_len)
 
     def _is_being_computed(self, request: Request, hit: PrefixHit) -> bool:
         """Whether a running request is about to compute what comes after the hit: then wait for it."""

@@ -14,11 +14,25 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from attnkit.batch import make_batch
 from attnkit.contract import CommonAttentionMetadata
 from attnkit.kvcache.blocks import NULL_BLOCK
 from attnkit.runner.request import Request
-from attnkit.runner.scheduler import SchedulerOutput
+from attnkit.runner.scheduler import ScheduledRequest, SchedulerOutput
 from attnkit.upload import Upload, room_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderInputs:
+    """Encoder tokens of the requests whose first step this is, one request after another.
+
+    Attributes:
+        input_ids: int64 (num_tokens,).
+        batch: theirs, without pages; it has their positions.
+    """
+
+    input_ids: torch.Tensor
+    batch: CommonAttentionMetadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +45,7 @@ class StepInputs:
         logits_indices: int64 (num_rows,), the last token of each request that samples.
         batches: one per group of layers, in the groups' order.
         sampled: the requests of the rows of `logits_indices`.
+        encoder: None: no request begins, or the model has no encoder.
     """
 
     input_ids: torch.Tensor
@@ -38,6 +53,7 @@ class StepInputs:
     logits_indices: torch.Tensor
     batches: list[CommonAttentionMetadata]
     sampled: list[Request]
+    encoder: EncoderInputs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,6 +123,8 @@ class StepRows:
         *,
         num_padding_tokens: int = 0,
         writes: bool = True,
+        encoder_lens: np.ndarray | None = None,
+        follow_encoder: Sequence[bool] | None = None,
     ) -> None:
         """
         Args:
@@ -117,6 +135,8 @@ class StepRows:
             blocks_per_block: kernel blocks in one of these; the batches speak of kernel blocks.
             num_padding_tokens: behind the last row's.
             writes: False: no token's keys and values are written.
+            encoder_lens: int (num_rows,), encoder tokens of each row; None: there is no encoder.
+            follow_encoder: per group, whether its blocks are of those; None: of none.
         """
         num_rows = len(queries)
         self._queries, self._seq_lens = queries, seq_lens
@@ -129,11 +149,15 @@ class StepRows:
         self._starts = upload.add(self.query_start_loc, np.int32)
         self._lens = upload.add(seq_lens, np.int32)
         self._positions = upload.add(self.positions, np.int64)
+        self._encoder_lens = encoder_lens
+        self._encoder_part = None if encoder_lens is None else upload.add(encoder_lens, np.int32)
+        follow = [False] * len(tables) if follow_encoder is None else follow_encoder
         made, self._slots = [], []
-        for ids, block_size in zip(tables, block_sizes, strict=True):
-            table = _table(ids, seq_lens, block_size)
+        for ids, block_size, is_cross in zip(tables, block_sizes, follow, strict=True):
+            lens = encoder_lens if is_cross and encoder_lens is not None else seq_lens
+            table = _table(ids, lens, block_size)
             slots = np.full(len(self.positions), -1)
-            if writes:
+            if writes and not is_cross:  # Where encoder tokens go cross attention works out itself.
                 blocks = table[rows, own // block_size]
                 assert ((blocks != NULL_BLOCK) | (own < 0)).all(), (
                     "a token would go to the null block"
@@ -162,6 +186,7 @@ class StepRows:
             static: takes the block tables.
         """
         tables = [moved[part].view(shape) for part, shape in self._tables]
+        lens, part = self._encoder_lens, self._encoder_part
         if static is not None:
             tables = [static.put_table(group, table) for group, table in enumerate(tables)]
         return [
@@ -178,6 +203,8 @@ class StepRows:
                 positions=moved[self._positions],
                 is_prefilling=is_prefilling,
                 seq_lens_cpu_upper_bound=host[self._lens],
+                encoder_seq_lens=None if part is None else moved[part],
+                encoder_seq_lens_cpu=None if lens is None else lens.astype(np.int32),
             )
             for table, slots in zip(tables, self._slots, strict=True)
         ]
@@ -189,6 +216,7 @@ def build_step(
     blocks_per_block: int,
     device: torch.device,
     static: StaticInputs | None = None,
+    follow_encoder: Sequence[bool] | None = None,
 ) -> StepInputs:
     """Describe a step.
 
@@ -200,6 +228,8 @@ def build_step(
         static: where its inputs go, padded; the requests compute one token each then. `logits_indices`
             has a row per request of `sampled` and, after them, one per row of padding or of a request
             that does not sample.
+        follow_encoder: per group, whether its blocks are of the encoder's output; None: the model has no
+            encoder.
     """
     items = output.scheduled
     assert items, "an empty step has no batch"
@@ -229,6 +259,8 @@ def build_step(
         block_sizes,
         blocks_per_block,
         num_padding_tokens=num_padding,
+        encoder_lens=_encoder_lens(items) if follow_encoder is not None else None,
+        follow_encoder=follow_encoder,
     )
     host, moved = upload.send(None if static is None else static.buffer)
     is_prefilling = torch.zeros(num_rows, dtype=torch.bool)
@@ -239,6 +271,26 @@ def build_step(
         logits_indices=moved[part_logits],
         batches=rows.batches(host, moved, is_prefilling, static),
         sampled=[item.request for item in items if item.samples],
+        encoder=None if follow_encoder is None else _encoder_inputs(items, device),
+    )
+
+
+def _encoder_lens(items: Sequence[ScheduledRequest]) -> np.ndarray:
+    return np.array([len(item.request.encoder_token_ids) for item in items], dtype=np.int64)
+
+
+def _encoder_inputs(
+    items: Sequence[ScheduledRequest], device: torch.device
+) -> EncoderInputs | None:
+    """Those of requests that begin, or begin again; None: there are none."""
+    texts = [i.request.encoder_token_ids for i in items if i.request.num_computed_tokens == 0]
+    if not texts:
+        return None
+    lens = [len(text) for text in texts]
+    blocks = [[i + 1] for i in range(len(lens))]  # One stands for each text: nothing is kept.
+    return EncoderInputs(
+        input_ids=torch.tensor([token for text in texts for token in text], device=device),
+        batch=make_batch(lens, lens, blocks, max(lens), device=device, causal=False),
     )
 
 

@@ -16,12 +16,15 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from attnkit.backends.cpu.launch import NativeKernels
 from attnkit.errors import ConfigurationError
@@ -68,8 +71,28 @@ def native_status() -> str:
     return _decide().status
 
 
+def usable_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _warn_of_crowded_cores() -> None:
+    num_threads, cores = torch.get_num_threads(), usable_cores()
+    if num_threads > cores:
+        warnings.warn(
+            f"torch runs on {num_threads} threads, and this process may use {cores} cores: threads that "
+            f"wait take them from those that work. Set OMP_NUM_THREADS={cores}, or call "
+            f"torch.set_num_threads({cores})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
 @functools.cache
 def _decide() -> Native:
+    _warn_of_crowded_cores()
     switch = os.environ.get("ATTNKIT_CPU_NATIVE", "1")
     if switch not in ("0", "1"):
         raise ConfigurationError(
@@ -121,7 +144,7 @@ def _build(path: Path) -> None:
         raise _Unavailable(
             f"the cache directory {path.parent} cannot be written ({error.strerror})"
         ) from error
-    command = [_compiler(), *_flags(), *map(str, SOURCES), "-o", name, "-lm"]
+    command = [*_compiler(), *_flags(), *map(str, SOURCES), "-o", name, "-lm"]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
         os.replace(name, path)
@@ -136,11 +159,11 @@ def _build(path: Path) -> None:
 
 def _library_path() -> Path:
     """Where the library of this source, compiler and processor is kept."""
-    compiler = _compiler()
+    compiler, *arguments = _compiler()
     binary = os.stat(compiler)
     facts = [
         *(source.read_bytes() for source in sorted(SOURCES[0].parent.glob("*.[ch]"))),
-        " ".join(_flags()).encode(),
+        " ".join((*arguments, *_flags())).encode(),
         f"{os.path.realpath(compiler)} {binary.st_size} {binary.st_mtime_ns}".encode(),
         _processor().encode(),
     ]
@@ -148,13 +171,14 @@ def _library_path() -> Path:
     return _cache_dir() / "cpu" / f"attend-{digest}.so"
 
 
-def _compiler() -> str:
-    """Absolute path of the C compiler to use."""
-    wanted = (os.environ["CC"],) if os.environ.get("CC") else COMPILERS
-    for name in wanted:
-        if (path := shutil.which(name)) is not None:
-            return path
-    raise _Unavailable(f"there is no C compiler ({' or '.join(wanted)} is not in PATH)")
+def _compiler() -> list[str]:
+    """Absolute path of the C compiler to use, and the arguments that CC may have (`ccache gcc`)."""
+    given = os.environ.get("CC")
+    for command in [shlex.split(given)] if given and given.strip() else [[n] for n in COMPILERS]:
+        if (path := shutil.which(command[0])) is not None:
+            return [path, *command[1:]]
+    wanted = given or " or ".join(COMPILERS)
+    raise _Unavailable(f"there is no C compiler ({wanted} is not in PATH)")
 
 
 def _flags() -> tuple[str, ...]:

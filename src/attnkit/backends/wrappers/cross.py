@@ -202,7 +202,7 @@ class CrossAttentionImpl(WrapperImpl):
                     f"cross attention got {num_given} encoder tokens for a plan that writes "
                     f"{len(slots)}; pass K and V of the encoder's output in a request's first step"
                 )
-            if key is not None and not self.inner_writes:
+            if key is not None and len(slots) and not self.inner_writes:
                 assert value is not None
                 impl.do_kv_cache_update(layer, key, value, kv_cache, slots)
         lse = self.run_inner(impl, layer, query, key, value, kv_cache, attn_metadata, output)
