@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -72,16 +73,17 @@ def main() -> None:
         "vllm": _version(options.python),
         "backend": options.backend,
         "files": {name: _counts(results, name) for name in names},
-        "failed": {r["test"]: r["reason"] for r in results if r["outcome"] == "failed"},
-        "skipped": dict(Counter(r["reason"] for r in results if r["outcome"] == "skipped")),
+        "failed": _reasons(results, "failed"),
+        "skipped": _reasons(results, "skipped"),
     }
     if options.json is not None:
         options.json.write_text(json.dumps(listed, indent=1) + "\n")
     for name, counts in listed["files"].items():
         print(f"{name:55} {', '.join(f'{n} {outcome}' for outcome, n in counts.items())}")
-    for test, reason in listed["failed"].items():
-        print(f"failed: {test}: {reason}")
-    if not results or any(SUBJECT in test for test in listed["failed"]):
+    for name, reasons in listed["failed"].items():
+        for reason, count in reasons.items():
+            print(f"{name}: {count} failed: {reason}")
+    if not results or SUBJECT in listed["failed"]:
         sys.exit(f"attnkit's {options.backend} does not pass vLLM's test of backends")
 
 
@@ -124,17 +126,29 @@ def _result(case: ET.Element) -> dict[str, str]:
 
 
 def _reason(found: ET.Element) -> str:
-    """What pytest marks as the error, or else its message."""
+    """What pytest marks as the error, or else its message; without paths of this machine."""
     lines = (found.text or "").splitlines()
     marked = [line[1:].strip() for line in lines if line.startswith("E ")]
-    return next(iter([*marked, *(found.get("message") or "no reason given").splitlines()]))[:200]
+    said = marked or (found.get("message") or "no reason given").splitlines()
+    return re.sub(r"\(?/[^\s:]+\)?", "...", " ".join(said[:2]))[:200]
+
+
+def _file(result: dict[str, str]) -> str:
+    return re.split(r"[.\[]", result["test"].removeprefix("tests.v1.attention."))[0]
 
 
 def _counts(results: list[dict[str, str]], name: str) -> dict[str, int]:
-    stem = name.removesuffix(".py")
-    return dict(
-        Counter(r["outcome"] for r in results if r["test"].split(".")[0].split("[")[0] == stem)
-    )
+    return dict(Counter(r["outcome"] for r in results if f"{_file(r)}.py" == name))
+
+
+def _reasons(results: list[dict[str, str]], outcome: str) -> dict[str, dict[str, int]]:
+    """File -> reason -> how many tests."""
+    found: dict[str, dict[str, int]] = {}
+    for result in results:
+        if result["outcome"] == outcome:
+            reasons = found.setdefault(_file(result), {})
+            reasons[result["reason"]] = reasons.get(result["reason"], 0) + 1
+    return found
 
 
 def _write_hub(hub: Path) -> None:
