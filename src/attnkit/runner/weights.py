@@ -23,6 +23,10 @@ WEIGHTS = ("int8", "int4")
 GROUP = 32
 """Numbers of a row that share a scale and a zero point in 4 bits."""
 
+_LEAST_ROWS = 8
+"""oneDNN's int8 product of few numbers runs in scalar code: 1 row of 576 times 576 x 192 took 2.9 ms, 8
+rows 27 us."""
+
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -52,8 +56,12 @@ class Int8Linear(OpaqueLinear):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Codes of x -> float32, without their scales."""
-        return torch.ops.onednn.qlinear_pointwise.default(
-            x,
+        rows = x.reshape(-1, self.in_features)
+        num_rows = rows.shape[0]
+        if num_rows < _LEAST_ROWS:
+            rows = torch.cat([rows, rows.new_zeros(_LEAST_ROWS - num_rows, self.in_features)])
+        y = torch.ops.onednn.qlinear_pointwise.default(
+            rows,
             1.0,
             0,
             self.codes,
@@ -67,6 +75,7 @@ class Int8Linear(OpaqueLinear):
             [],
             "",
         )
+        return y[:num_rows].view(*x.shape[:-1], self.out_features)
 
 
 class Int4Linear(OpaqueLinear):
