@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from attnkit.conformance.mla.case import MLACase
 from attnkit.conformance.mla.subject import MLASubject
 from attnkit.conformance.subject import NotClaimed, Result
 from attnkit.errors import BackendUnavailable
+from attnkit.mla.prefill import merge_into
 
 
 def _subjects() -> list[MLASubject]:
@@ -183,3 +185,25 @@ def test_br094_absorbed_and_expanded_agree(subject: MLASubject, q_len: int) -> N
             return_lse=subject.basis().lse,
         )
         replay(subject, case)
+
+
+@pytest.mark.parametrize("strided", list(itertools.product((False, True), repeat=3)))
+def test_parts_are_merged_by_their_own_strides(strided: tuple[bool, bool, bool]) -> None:
+    """BR-046: what stands there, its LSE and the part may each be a view of a wider buffer."""
+    draw = torch.Generator().manual_seed(46)
+    into, part = torch.randn(2, 9, 3, 128, generator=draw)
+    lse, part_lse = torch.randn(2, 9, 3, generator=draw)
+    part_lse[4] = -math.inf
+    right, right_lse = into.clone(), lse.clone()
+    merge_into(right, right_lse, part, part_lse)
+
+    def view(x: torch.Tensor, width: int) -> torch.Tensor:
+        wide = x.new_full((*x.shape[:-1], width), math.nan)
+        wide[..., : x.shape[-1]] = x
+        return wide[..., : x.shape[-1]]
+
+    got = view(into, 160) if strided[0] else into.clone()
+    got_lse = view(lse, 5) if strided[1] else lse.clone()
+    merge_into(got, got_lse, view(part, 192) if strided[2] else part, part_lse)
+    assert torch.equal(bits(got), bits(right))
+    assert torch.equal(bits(got_lse), bits(right_lse))
