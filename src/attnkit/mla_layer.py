@@ -26,6 +26,7 @@ from attnkit.contract import (
     MLAAttentionImpl,
     MLAAttentionSpec,
     MLADimensions,
+    SparseIndexer,
     get_kv_quant_mode,
     kv_cache_torch_dtype,
 )
@@ -75,6 +76,7 @@ class MLAAttention(PagedLayer):
         return_lse: bool = False,
         use_kv_connector: bool = False,
         prefill_backend: str | type[MLAPrefillBackend] = "auto",
+        indexer: SparseIndexer | None = None,
         vllm_config: Any | None = None,
     ) -> None:
         """Choose a backend and build its impl.
@@ -96,6 +98,7 @@ class MLAAttention(PagedLayer):
             use_kv_connector: somebody else will copy pages out of and into the cache.
             prefill_backend: who attends for prefills: a name of `MLA_PREFILL_BACKENDS`, a class, or
                 "auto", the backend's own.
+            indexer: tells each query which keys to attend to; None: to all.
             vllm_config: engine configuration handed to the builder; None: the defaults.
 
         Raises:
@@ -134,6 +137,7 @@ class MLAAttention(PagedLayer):
                 kv_cache_dtype=kv_cache_dtype,
                 block_size=block_size,
                 use_mla=True,
+                use_sparse=indexer is not None,
                 mla=dimensions,
                 device_capability=capability,
                 return_lse=return_lse,
@@ -169,6 +173,7 @@ class MLAAttention(PagedLayer):
             dimensions.qk_head_dim,
             dimensions.v_head_dim,
             self.projection,
+            indexer,
         )
         self.prefill_selection = select_prefill(
             self.impl,

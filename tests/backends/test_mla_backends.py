@@ -18,6 +18,10 @@ INTERPRETED_SHARE = 8
 """Interpreted kernels take four minutes for the whole kit, which `attnkit verify triton_mla` and a GPU
 run; here they are judged by every claim and by every eighth law and case."""
 
+SPARSE_SHARE = 6
+"""The kernels of sparse backends are those of the dense ones, which are judged by everything: beside
+every sixth check they are judged by what is about chosen keys."""
+
 
 def checks() -> Iterator[Any]:
     for name in MLA_BACKENDS:
@@ -27,9 +31,13 @@ def checks() -> Iterator[Any]:
             yield pytest.param(None, id=name, marks=pytest.mark.skip(reason=str(absent)))
             continue
         judged = claimed_checks(subject)
-        if name == "triton_mla" and is_interpreting():
-            first = sum(check.name.startswith("claim:") for check in judged)
-            judged = (*judged[:first], *judged[first::INTERPRETED_SHARE])
+        interpreted = name.startswith("triton") and is_interpreting()
+        share = INTERPRETED_SHARE if interpreted else 1
+        if subject.backend.is_sparse():
+            share *= SPARSE_SHARE
+        about = ("claim:", "law:lists") if interpreted else ("claim:", "law:lists", "case:told")
+        kept = {check.name for check in judged[::share]}
+        judged = tuple(c for c in judged if c.name in kept or c.name.startswith(about))
         for check in judged:
             yield pytest.param(check, id=f"{name}-{check.name}")
 

@@ -9,7 +9,7 @@ import pytest
 
 from attnkit.conformance.faults import Fault
 from attnkit.conformance.mla.faults import MLA_FAULTS
-from attnkit.conformance.mla.twin import TwinMLABackend
+from attnkit.conformance.mla.twin import SparseTwinMLABackend, TwinMLABackend
 from attnkit.conformance.verify import Check, all_checks, outcome_of, subject_of, verify
 from attnkit.contract import AttentionBackend
 
@@ -23,7 +23,8 @@ def checks(backend: type[AttentionBackend]) -> dict[str, Check]:
 def test_each_mistake_is_caught_by_its_check(fault: Fault) -> None:
     outcome = outcome_of(checks(fault.backend)[fault.caught_by])
     assert outcome.status == "failed", outcome
-    checks(TwinMLABackend)[fault.caught_by].run()
+    right = SparseTwinMLABackend if fault.backend.is_sparse() else TwinMLABackend
+    checks(right)[fault.caught_by].run()
 
 
 def test_the_twin_passes_everything_it_claims() -> None:

@@ -26,6 +26,7 @@ from attnkit.mla.impl import LatentImpl
 from attnkit.mla.layer import format_refusal
 from attnkit.mla.plan import ContextChunk, MLAMetadata, PrefillPart
 from attnkit.mla.prefill_backend import MLAPrefillBackend
+from attnkit.mla.sparse import ALL_QUERIES, SparseLatentImpl
 
 
 class ReferenceMLABackend(AttentionBackend):
@@ -183,3 +184,37 @@ def _attend_row(
     score = torch.einsum("hd,nhd->hn", query.float(), keys.float()) * scale
     weights = torch.softmax(score, dim=1)
     return torch.einsum("hn,nhd->hd", weights, values.float()), torch.logsumexp(score, dim=1)
+
+
+class ReferenceMLASparseMetadataBuilder(MLAMetadataBuilder):
+    """Every request is a decode."""
+
+    decode_query_len: ClassVar[int] = ALL_QUERIES
+
+
+class ReferenceMLASparseBackend(ReferenceMLABackend):
+    """`reference_mla` over chosen keys."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "reference_mla_sparse"
+
+    @staticmethod
+    def get_impl_cls() -> type[ReferenceMLASparseImpl]:
+        return ReferenceMLASparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[ReferenceMLASparseMetadataBuilder]:
+        return ReferenceMLASparseMetadataBuilder
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+
+class ReferenceMLASparseImpl(SparseLatentImpl[MLAMetadata], ReferenceMLAImpl):
+    """One layer whose queries attend to listed keys."""
+
+    @staticmethod
+    def get_backend_cls() -> type[ReferenceMLASparseBackend]:
+        return ReferenceMLASparseBackend

@@ -37,6 +37,8 @@ class Meaning:
         prefix: keys below this are inside any window of a later query.
         parents: the queries are a tree: per query, which earlier one it follows, -1: none. It sees all
             keys before the first query, itself and what it follows. None: they are no tree.
+        told: of the keys it sees otherwise, a query sees this many, those that the kit's rule tells it
+            (`told`). None: all.
     """
 
     scale: float
@@ -50,6 +52,7 @@ class Meaning:
     prefix: int = 0
     chunk: int | None = None
     parents: Sequence[int] | None = None
+    told: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +104,18 @@ def visible(
         queries = (first <= query_positions) & (query_positions <= last)
         keys = (first <= key_positions) & (key_positions <= last)
         seen |= queries[:, None] & keys[None, :]
+    if meaning.told is not None:
+        for query, row in zip(query_positions.tolist(), seen, strict=True):
+            row &= np.isin(key_positions, told(query, meaning.told))
     return seen
+
+
+def told(query: int, number: int) -> npt.NDArray[np.int64]:
+    """Positions of the keys that a sparse layer of the kit tells a query at a position: the first ones
+    of a shuffle of all up to itself, which depends on the position alone."""
+    keys = np.arange(max(0, query + 1), dtype=np.int64)
+    rank = (keys * 2654435761 + query * 40503) % (1 << 20)
+    return keys[np.argsort(rank, kind="stable")][:number]
 
 
 def attend(

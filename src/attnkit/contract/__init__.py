@@ -61,7 +61,7 @@ from attnkit.contract.metadata import (
     AttentionMetadata,
     CommonAttentionMetadata,
 )
-from attnkit.contract.mla import MLADimensions
+from attnkit.contract.mla import MLADimensions, SparseIndexer
 from attnkit.contract.quant import (
     CACHE_DTYPES,
     CacheDType,
@@ -121,6 +121,7 @@ __all__ = [
     "ScaleDesc",
     "SchedulerConfig",
     "SlidingWindowSpec",
+    "SparseIndexer",
     "SpeculativeConfig",
     "VllmConfig",
     "check_prefix_lens",

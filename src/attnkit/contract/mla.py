@@ -15,6 +15,9 @@ an absorbed query, one KV head for all (a decode). The cache holds [kv_c | k_pe]
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
+
+import torch
 
 from attnkit.arguments import check_count
 
@@ -60,3 +63,13 @@ class MLADimensions:
             f"latent {self.kv_lora_rank} + {self.qk_rope_head_dim}, heads "
             f"{self.qk_nope_head_dim} + {self.qk_rope_head_dim} / {self.v_head_dim}"
         )
+
+
+class SparseIndexer(Protocol):
+    """What an impl over latents that attends to chosen keys reads of its `indexer`."""
+
+    @property
+    def topk_indices_buffer(self) -> torch.Tensor:
+        """int32 (at least the step's tokens, k): per query, the positions in its own request of the
+        keys it attends to, in any order; -1: none. Filled before `forward_mqa`."""
+        ...

@@ -34,6 +34,7 @@ from attnkit.mla.impl import LatentImpl
 from attnkit.mla.layer import LatentLayer, format_refusal
 from attnkit.mla.plan import MLAMetadata
 from attnkit.mla.prefill import read_latents
+from attnkit.mla.sparse import ALL_QUERIES, SparseLatentImpl
 
 
 class CpuMLAMetadata(MLAMetadata):
@@ -264,3 +265,37 @@ def _check_rows(cache: torch.Tensor) -> None:
             f"kv_cache has stride {cache.stride(2)} in its last dimension; give a cache whose rows are "
             "dense (stride 1)"
         )
+
+
+class CpuMLASparseMetadataBuilder(CpuMLAMetadataBuilder):
+    """Every request is a decode."""
+
+    decode_query_len: ClassVar[int] = ALL_QUERIES
+
+
+class CpuMLASparseBackend(CpuMLABackend):
+    """`cpu_mla` over chosen keys."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "cpu_mla_sparse"
+
+    @staticmethod
+    def get_impl_cls() -> type[CpuMLASparseImpl]:
+        return CpuMLASparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CpuMLASparseMetadataBuilder]:
+        return CpuMLASparseMetadataBuilder
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+
+class CpuMLASparseImpl(SparseLatentImpl[CpuMLAMetadata], CpuMLAImpl):
+    """One layer whose queries attend to listed keys."""
+
+    @staticmethod
+    def get_backend_cls() -> type[CpuMLASparseBackend]:
+        return CpuMLASparseBackend

@@ -32,6 +32,7 @@ from attnkit.mla.builder import MLAMetadataBuilder
 from attnkit.mla.impl import LatentImpl
 from attnkit.mla.layer import format_refusal
 from attnkit.mla.plan import MLAMetadata
+from attnkit.mla.sparse import ALL_QUERIES, SparseLatentImpl
 
 _MAX_PARTS = 1 << 27
 """Float32 elements (512 MiB) that shared requests may take: batches whose parts need more have enough
@@ -262,3 +263,37 @@ class TritonMLAImpl(LatentImpl[TritonMLAMetadata]):
             k_scale,
             has_e4m3=launch.gpu_of(cache.device).has_e4m3,
         )
+
+
+class TritonMLASparseMetadataBuilder(TritonMLAMetadataBuilder):
+    """Every request is a decode."""
+
+    decode_query_len: ClassVar[int] = ALL_QUERIES
+
+
+class TritonMLASparseBackend(TritonMLABackend):
+    """`triton_mla` over chosen keys."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "triton_mla_sparse"
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonMLASparseImpl]:
+        return TritonMLASparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonMLASparseMetadataBuilder]:
+        return TritonMLASparseMetadataBuilder
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+
+class TritonMLASparseImpl(SparseLatentImpl[TritonMLAMetadata], TritonMLAImpl):
+    """One layer whose queries attend to listed keys."""
+
+    @staticmethod
+    def get_backend_cls() -> type[TritonMLASparseBackend]:
+        return TritonMLASparseBackend

@@ -44,6 +44,8 @@ class MLACase(Case):
         num_drafts: drafts the engine verifies: queries up to one more of them are decodes.
         decode_query_len: requests with at most this many queries are decodes; None: the builder says.
         workspace_pages: pages of context that are expanded at once; None: the builder's own.
+        told: keys that each query is told to attend to; None: all it sees, which sparse layers are told
+            by lists longer than any request.
     """
 
     num_heads: int = 4
@@ -55,6 +57,7 @@ class MLACase(Case):
     num_drafts: int | None = None
     decode_query_len: int | None = None
     workspace_pages: int | None = None
+    told: int | None = None
 
     @property
     def is_latent(self) -> bool:

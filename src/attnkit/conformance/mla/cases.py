@@ -28,6 +28,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "expanded": {"decode_query_len": 1},
     "small_workspace": {"decode_query_len": 1, "workspace_pages": 1},
     "one_head": {"num_heads": 1},
+    "told": {"told": 5, "return_lse": True},
+    "told_one": {"told": 1},
 }
 """What a case asks beside plain attention over latents."""
 
@@ -192,6 +194,14 @@ def _lengths(basis: MLABasis) -> Iterator[MLACase]:
             workspace_pages=13,
             return_lse=basis.lse,
         )
+        yield plain_mla_case(
+            f"long_context-told-{dtype}",
+            basis,
+            dtype,
+            query_lens=(1, 2),
+            seq_lens=(1500, 7),
+            told=130,
+        )
 
 
 def _formats(basis: MLABasis) -> Iterator[MLACase]:
@@ -211,6 +221,7 @@ def _formats(basis: MLABasis) -> Iterator[MLACase]:
         yield _case(
             f"{name}-in_pieces", basis, "extend", decode_query_len=1, workspace_pages=1, **how
         )
+        yield _case(f"{name}-told", basis, "mixed", dtype, told=7, **how)
         yield _case(f"{name}-saturated", basis, "mixed", value_gain=1000.0, **how)
         yield _case(f"{name}-padding", basis, "mixed", padding_tokens=3, padding_reqs=1, **how)
 

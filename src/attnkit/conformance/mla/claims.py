@@ -20,7 +20,7 @@ def all_mla_claims(basis: MLABasis) -> tuple[Claim, ...]:
     Args:
         basis: of the cases that show them.
     """
-    return (*common_claims(), *_formats(), *_sizes(basis), *_refusals())
+    return (*common_claims(), *_formats(), *_sizes(basis), *_chosen_keys(), *_refusals())
 
 
 def _formats() -> list[Claim]:
@@ -62,12 +62,29 @@ def _sizes(basis: MLABasis) -> list[Claim]:
     ]
 
 
+def _chosen_keys() -> list[Claim]:
+    return [
+        Claim(
+            name="all keys",
+            made=lambda b: not b.is_sparse(),
+            request={"use_sparse": False},
+            shown_by=lambda c: getattr(c, "told", None) is None,
+        ),
+        Claim(
+            name="chosen keys",
+            made=lambda b: b.is_sparse(),
+            request={"use_sparse": True},
+            layer={"told": 3},
+            shown_by=lambda c: getattr(c, "told", None) is not None,
+        ),
+    ]
+
+
 def _refusals() -> list[Claim]:
     """What layers over latents are not, or what this kit has no cases for: a no is checked, a yes
     stays unjudged."""
     flags: dict[str, tuple[Callable[[type[AttentionBackend]], bool], dict[str, Any]]] = {
         "keys and values": (lambda b: not b.is_mla(), {"use_mla": False, "mla": None}),
-        "sparse attention": (lambda b: b.is_sparse(), {"use_sparse": True}),
         "attention sinks": (lambda b: b.supports_sink(), {"has_sink": True}),
         "sliding window": (lambda b: b.supports_sliding_window(), {"has_sliding_window": True}),
         "ALiBi": (lambda b: b.supports_alibi(), {"use_alibi": True}),

@@ -31,6 +31,8 @@ def mla_variants(gpu: configs.Gpu) -> Iterator[tuple[str, launch.KernelCall]]:
         for stored in ("fp8", "fp8_ds_mla"):
             yield from _decode(gpu, f"mla-bf16-h{heads}-{stored}", heads, bf16, stored)
     yield from _decode(gpu, "mla-bf16-h128-page16", 128, bf16, "bfloat16", page=16)
+    for stored in ("bfloat16", "fp8_ds_mla"):  # Chosen rows are pages of one token.
+        yield from _decode(gpu, f"mla-bf16-h128-{stored}-rows", 128, bf16, stored, page=1)
     yield from _decode(gpu, "mla-bf16-h128-cache-fp32", 128, bf16, "float32")
     yield from _decode(gpu, "mla-fp16-h128-cache-bf16", 128, fp16, "bfloat16")
     yield from _decode(gpu, "mla-bf16-h20", 20, bf16, "bfloat16")

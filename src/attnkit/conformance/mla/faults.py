@@ -13,7 +13,12 @@ from typing import Any, TypeVar
 import torch
 
 from attnkit.conformance.faults import Fault
-from attnkit.conformance.mla.twin import TwinMLABackend, TwinMLAImpl
+from attnkit.conformance.mla.twin import (
+    SparseTwinMLABackend,
+    SparseTwinMLAImpl,
+    TwinMLABackend,
+    TwinMLAImpl,
+)
 from attnkit.contract import CommonAttentionMetadata
 from attnkit.errors import UnsupportedConfiguration
 from attnkit.mla.builder import MLAMetadataBuilder
@@ -34,7 +39,8 @@ def _caught_by(check: str) -> Callable[[_Cls], _Cls]:
             wrong: Any = cls
         else:
             part = "impl_cls" if issubclass(cls, TwinMLAImpl) else "builder_cls"
-            wrong = type(f"{cls.__name__}Backend", (TwinMLABackend,), {part: cls})
+            right = SparseTwinMLABackend if issubclass(cls, SparseTwinMLAImpl) else TwinMLABackend
+            wrong = type(f"{cls.__name__}Backend", (right,), {part: cls})
         MLA_FAULTS[cls.__name__] = Fault(backend=wrong, caught_by=check)
         return cls
 
@@ -327,6 +333,51 @@ class LengthsMadeLocalInPlace(MLAMetadataBuilder):
                 plan, decode=dataclasses.replace(plan.decode, seq_lens=local)
             )
         return plan
+
+
+# Chosen keys.
+
+
+@_caught_by("case:told-decode-fp32")
+class ListsIgnored(SparseTwinMLAImpl):
+    def times_named(self, lists: Tensor, seen: Tensor) -> Tensor:
+        return seen
+
+
+@_caught_by("case:told-extend-fp32")
+class ListOfTheFirstQuery(SparseTwinMLAImpl):
+    def times_named(self, lists: Tensor, seen: Tensor) -> Tensor:
+        return super().times_named(lists[:1].expand_as(lists), seen)
+
+
+@_caught_by("law:lists_may_name_anything")
+class MinusOneIsTheLastKey(SparseTwinMLAImpl):
+    def times_named(self, lists: Tensor, seen: Tensor) -> Tensor:
+        return super().times_named(torch.where(lists == -1, seen.sum(1)[:, None] - 1, lists), seen)
+
+
+@_caught_by("law:lists_may_name_anything")
+class ListsEndAtMinusOne(SparseTwinMLAImpl):
+    def times_named(self, lists: Tensor, seen: Tensor) -> Tensor:
+        return super().times_named(torch.where((lists < 0).cumsum(1) > 0, -1, lists), seen)
+
+
+@_caught_by("law:lists_may_name_anything")
+class NamedTwiceWeighsOnce(SparseTwinMLAImpl):
+    def times_named(self, lists: Tensor, seen: Tensor) -> Tensor:
+        return super().times_named(lists, seen).clamp(max=1)
+
+
+@_caught_by("law:lists_may_name_anything")
+class KeysAfterTheQueryAreTaken(SparseTwinMLAImpl):
+    def seen(self, q_len: int, kv_len: int) -> Tensor:
+        return torch.ones(q_len, kv_len, dtype=torch.bool)
+
+
+@_caught_by("law:lists_may_name_anything")
+class FarPositionsAreClamped(SparseTwinMLAImpl):
+    def times_named(self, lists: Tensor, seen: Tensor) -> Tensor:
+        return super().times_named(lists.clamp(max=seen.shape[1] - 1), seen)
 
 
 # Noise.

@@ -152,7 +152,7 @@ def the_device_has_the_last_word_on_lengths(subject: Subject) -> None:
 def padding_rows_are_zero(subject: Subject) -> None:
     """Rows that the batch counts and no request owns come out zero: an
     engine that looks at the whole output of a captured graph must not find NaN there."""
-    for decode_query_len in (1, 30):
+    for decode_query_len in (None,) if subject.backend.is_sparse() else (1, 30):
         case = _base(subject, decode_query_len=decode_query_len, padding_tokens=5, padding_reqs=3)
         layer = subject.layer(case)
         inputs = subject.inputs(layer, case)
@@ -164,6 +164,59 @@ def padding_rows_are_zero(subject: Subject) -> None:
         result = subject.run(layer, counted)
         judge(counted.sequences, result)
         _expect_zero_padding(counted, result)
+
+
+def lists_may_name_anything(subject: Subject) -> None:
+    """-1 in any place, positions after the query, beyond the request and beyond any table name no key; a
+    position named twice weighs twice; a list without a key gives zeros and an LSE of -inf. Nothing else
+    is read: pages of nobody hold NaN."""
+    assert isinstance(subject, MLASubject)
+    if not subject.backend.is_sparse():
+        raise NotClaimed("the backend attends to all keys")
+    lens = {"query_lens": (1, 3, 2, 1), "seq_lens": (40, 23, 1, 9)}
+    case = _base(subject, padding_tokens=1, padding_reqs=1, **lens)
+    lists = torch.tensor(
+        [
+            [-1, -1, -1, -1, -1, -1],
+            [0, -1, -1, -1, -1, -1],
+            [-1, 22, 21, -1, 3, 16],
+            [22, 22, 23, 2**31 - 1, 0, -(2**31)],
+            [0, 0, 1, 5, -2, -1],
+            [0, 0, 0, 0, 0, 0],
+            [8, 1, 1, 1, 4, 1000],
+            [0, 1, 2, 3, 4, 5],
+        ],
+        dtype=torch.int32,
+        device=subject.device,
+    )
+    layer = subject.layer(case, indexer=_Lists(lists))
+    inputs = subject.inputs(layer, case)
+    plan = subject.plan(layer, inputs, inputs.batch)
+    result = subject.run(layer, inputs, plan=plan)
+    row = 0
+    for sequence, length in zip(inputs.sequences, case.query_lens, strict=True):
+        for i in range(length):
+            position = len(sequence.k) - length + i
+            named = [j for j in lists[row].tolist() if 0 <= j <= position]
+            # A named key as often as it is named, none of them after the query.
+            alone = replace(
+                sequence,
+                q=sequence.q[i : i + 1],
+                k=sequence.k[named],
+                v=sequence.v[named],
+                meaning=replace(sequence.meaning, causal=False, told=None),
+            )
+            part = slice(row, row + 1)
+            lse = None if result.lse is None else result.lse[part]
+            judge((alone,), Result(out=result.out[part], lse=lse))
+            row += 1
+
+
+class _Lists:
+    """An indexer that has been given its lists."""
+
+    def __init__(self, lists: torch.Tensor) -> None:
+        self.topk_indices_buffer = lists
 
 
 def _expect_zero_padding(inputs: Inputs, result: Result) -> None:
@@ -210,6 +263,7 @@ MLA_LAWS: dict[str, Law] = {
         profiling_writes_zeros,
         the_device_has_the_last_word_on_lengths,
         padding_rows_are_zero,
+        lists_may_name_anything,
         laws.captured_steps_replay,
     )
 }

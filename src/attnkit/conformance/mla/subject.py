@@ -16,6 +16,7 @@ from attnkit.conformance.case import DTYPES, Case
 from attnkit.conformance.inputs import Inputs, Tokens
 from attnkit.conformance.mla.case import MLABasis, MLACase
 from attnkit.conformance.mla.cases import SIZES, plain_mla_case
+from attnkit.conformance.mla.indexer import KitIndexer, watch_plans
 from attnkit.conformance.mla.sequence import LatentSequence
 from attnkit.conformance.subject import NotClaimed, Subject
 from attnkit.contract import (
@@ -39,6 +40,7 @@ class MLASubject(Subject):
 
     law_variants: ClassVar[tuple[dict[str, Any], ...]] = (
         {},
+        {"told": 6},
         {"decode_query_len": 20},
         {"decode_query_len": 1, "workspace_pages": 1},
     )
@@ -75,6 +77,11 @@ class MLASubject(Subject):
             return False
         return self.backend.supports_mla_dimensions(dimensions, kv_cache_dtype) is None
 
+    @property
+    def _expands(self) -> bool:
+        """Its impl serves prefills with expanded heads."""
+        return self.backend.get_impl_cls().supports_dense_mha_prefill
+
     def plain_case(self, name: str, **fields: Any) -> MLACase:
         return plain_mla_case(name, self.basis(), **fields)
 
@@ -83,6 +90,7 @@ class MLASubject(Subject):
         return {
             "head_size": basis.dimensions.latent_size,
             "use_mla": True,
+            "use_sparse": self.backend.is_sparse(),
             "mla": basis.dimensions,
             "dtype": DTYPES[basis.dtypes[0]],
             "device_capability": DeviceCapability.of(self.device),
@@ -103,6 +111,12 @@ class MLASubject(Subject):
             raise NotClaimed(
                 "a layer over latents has no window, sink, bias, cap or scale per head"
             )
+        is_sparse = self.backend.is_sparse()
+        if is_sparse and not self._expands and (case.decode_query_len or case.workspace_pages):
+            raise NotClaimed("all requests are decodes, since lists are of queries")
+        if case.told is not None and not is_sparse:
+            raise NotClaimed("the backend attends to all keys")
+        indexer = KitIndexer(case.told, case.block_size) if is_sparse else None
         kv_b_proj = nn.Linear(*reversed(case.weight.shape), bias=False, dtype=case.dtype)
         kv_b_proj.weight.data = case.weight.to(self.device)
         drafts = case.num_drafts
@@ -115,6 +129,7 @@ class MLASubject(Subject):
             "backend": self.backend,
             "block_size": case.block_size,
             "return_lse": case.return_lse,
+            "indexer": indexer,
             "vllm_config": VllmConfig(speculative_config=speculative),
         }
         try:
@@ -123,6 +138,8 @@ class MLASubject(Subject):
             )
         except (UnsupportedConfiguration, ConfigurationError) as refusal:
             raise NotClaimed(str(refusal)) from refusal
+        if indexer is not None:
+            watch_plans(layer, indexer)
         self.prepare_cache(layer, case)
         builder: Any = layer.make_builder()
         if case.decode_query_len is not None:
@@ -150,7 +167,9 @@ class MLASubject(Subject):
         )
         weight = case.weight.unflatten(0, (case.num_heads, -1))
         latents = [
-            LatentSequence(q=s.q, k=s.k, v=s.v, meaning=s.meaning, weight=weight)
+            LatentSequence(
+                q=s.q, k=s.k, v=s.v, meaning=replace(s.meaning, told=case.told), weight=weight
+            )
             for s in inputs.sequences
         ]
         return replace(inputs, sequences=tuple(latents))

@@ -20,6 +20,7 @@ from attnkit.contract import (
 from attnkit.kvcache.formats import latent_format
 from attnkit.mla.builder import MLAMetadataBuilder
 from attnkit.mla.plan import ContextChunk, MLAMetadata
+from attnkit.mla.sparse import ALL_QUERIES
 
 Tensor = torch.Tensor
 
@@ -56,6 +57,7 @@ class TwinMLAImpl(MLAAttentionImpl[MLAMetadata]):
         self.num_heads, self.scale, self.rank = num_heads, scale, kv_lora_rank
         self.nope, self.rope, self.value_size = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
         self.stored, self.kv_b_proj = latent_format(kv_cache_dtype), kv_b_proj
+        self.indexer: Any = indexer
 
     # The cache.
 
@@ -114,11 +116,21 @@ class TwinMLAImpl(MLAAttentionImpl[MLAMetadata]):
             latents = self.gather(kv_c_and_k_pe_cache, table, kv_len, layer._k_scale)
             seen = self.seen(rows.stop - rows.start, kv_len)
             score = self.latent_score(q[rows].float(), latents) * self.softmax_scale()
+            if self.indexer is not None:
+                score = score + self.times_named(self.lists()[rows], seen).log()
             part, part_lse = self.softmax(
                 score, seen, self.latent_values(latents)[:, None].expand(-1, self.num_heads, -1)
             )
             out[rows], lse[rows] = part.to(out.dtype), part_lse
         return out, lse if self.need_to_return_lse_for_decode else None
+
+    def lists(self) -> Tensor:
+        return self.indexer.topk_indices_buffer
+
+    def times_named(self, lists: Tensor, seen: Tensor) -> Tensor:
+        """How often each seen key stands in the list of each query: (q_len, kv_len)."""
+        named = lists[:, :, None] == torch.arange(seen.shape[1])
+        return (named & seen[:, None]).sum(1)
 
     def latent_score(self, q: Tensor, latents: Tensor) -> Tensor:
         return torch.einsum("qhd,kd->hqk", q, latents)
@@ -229,6 +241,13 @@ class TwinMLAImpl(MLAAttentionImpl[MLAMetadata]):
         return lse
 
 
+class SparseTwinMLAImpl(TwinMLAImpl):
+    """The same over listed keys."""
+
+    is_sparse = True
+    supports_dense_mha_prefill = False
+
+
 class TwinMLABackend(AttentionBackend):
     """Claims what the twin does."""
 
@@ -252,4 +271,25 @@ class TwinMLABackend(AttentionBackend):
 
     @classmethod
     def is_mla(cls) -> bool:
+        return True
+
+
+class EveryRequestDecodes(MLAMetadataBuilder):
+    """Lists are of queries, so nothing is expanded."""
+
+    decode_query_len: ClassVar[int] = ALL_QUERIES
+
+
+class SparseTwinMLABackend(TwinMLABackend):
+    """Claims what the sparse twin does."""
+
+    impl_cls: ClassVar[type[TwinMLAImpl]] = SparseTwinMLAImpl
+    builder_cls: ClassVar[type[AttentionMetadataBuilder[Any]]] = EveryRequestDecodes
+
+    @staticmethod
+    def get_name() -> str:
+        return "mla_sparse_twin"
+
+    @classmethod
+    def is_sparse(cls) -> bool:
         return True

@@ -1,0 +1,181 @@
+"""SparseLatentImpl: attention over latents to the keys that each query was told to attend to.
+
+In: per query a list of positions (`SparseIndexer.topk_indices_buffer`). Out: attention over exactly
+those. The rows of a list are pages of one token, and a query with its list is a request of its own, so
+the dense decode of a backend does the rest, in every cache format and with every split it has.
+
+A position counts if it is one of the request's and not after the query; anything else (-1, beyond the
+length) names no key and reads nothing. A position that is named twice weighs twice. A list without a
+key gives zeros, and an LSE of -inf. Lists longer than the context are padded with -1.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+import torch
+
+from attnkit.contract import AttentionLayer, SparseIndexer
+from attnkit.errors import BatchError, UnsupportedConfiguration
+from attnkit.mla.impl import LatentImpl
+from attnkit.mla.plan import DecodePart, MLAMetadata
+
+M = TypeVar("M", bound=MLAMetadata)
+
+ALL_QUERIES = 1 << 30
+"""As `decode_query_len`: every request is a decode, since lists are per query and prefills have none
+of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChosenRows:
+    """Lists of queries as addresses. T queries, lists of k.
+
+    Attributes:
+        num_chosen: int32 (T,): keys of each query.
+        blocks, offsets: int64 (T, k): where they are, at the front of each row; block 0 behind them.
+    """
+
+    num_chosen: torch.Tensor
+    blocks: torch.Tensor
+    offsets: torch.Tensor
+
+    @classmethod
+    def of(cls, indices: torch.Tensor, plan: DecodePart, block_size: int) -> ChosenRows:
+        """Where the listed keys are; nothing waits for the device.
+
+        Args:
+            indices: int32 (T, k), positions in each query's own request.
+            plan: of these queries; rows past its last belong to nobody and see nothing.
+            block_size: tokens in a block.
+        """
+        num_tokens, k = indices.shape
+        ends = plan.query_start_loc[1:].contiguous()
+        rows = torch.arange(num_tokens, dtype=ends.dtype, device=indices.device)
+        request = torch.searchsorted(ends, rows, right=True)
+        owned = request < ends.shape[0]
+        request = request.clamp(max=max(0, ends.shape[0] - 1))
+        num_seen = plan.seq_lens[request] - (ends[request] - rows) + 1
+        num_seen = torch.where(owned, num_seen, 0)
+        kept = (indices >= 0) & (indices < num_seen[:, None])
+        positions = torch.where(kept, indices, 0).long()
+        blocks = plan.block_table[request[:, None], positions // block_size].long()
+        # Kept ones move to the front, in order; the others meet in a column that is cut off.
+        place = torch.where(kept, kept.cumsum(1) - 1, k)
+        blocks, offsets = (
+            torch.zeros(num_tokens, k + 1, dtype=torch.int64, device=indices.device).scatter_(
+                1, place, x
+            )[:, :k]
+            for x in (blocks, positions % block_size)
+        )
+        return cls(num_chosen=kept.sum(1, dtype=torch.int32), blocks=blocks, offsets=offsets)
+
+    def pages_of(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cache as pages of one token, and the block table of these lists over it.
+
+        Args:
+            cache: (num_blocks, block_size, C).
+
+        Returns:
+            (pages, 1, C), a view where blocks lie whole rows apart, else a copy of the chosen rows;
+            and int32 (T, k).
+        """
+        num_blocks, block_size, size = cache.shape
+        block_stride, row_stride, _ = cache.stride()
+        if num_blocks and block_stride % row_stride == 0:
+            apart = block_stride // row_stride
+            pages = cache.as_strided(
+                ((num_blocks - 1) * apart + block_size, 1, size),
+                (row_stride, row_stride, 1),
+                cache.storage_offset(),
+            )
+            return pages, (self.blocks * apart + self.offsets).int()
+        # As bytes, since not every operation knows every 8-bit dtype.
+        plain = cache if cache.dtype.itemsize > 1 else cache.view(torch.uint8)
+        rows = plain[self.blocks.flatten(), self.offsets.flatten()].view(cache.dtype)
+        table = torch.arange(rows.shape[0], dtype=torch.int32, device=cache.device)
+        return rows[:, None], table.view(self.blocks.shape)
+
+
+class SparseLatentImpl(LatentImpl[M]):
+    """Put before a backend's own impl: `class X(SparseLatentImpl[...], DenseImpl)`.
+
+    Attributes:
+        indexer: chooses keys; it has filled `topk_indices_buffer` for the batch before `forward_mqa`.
+    """
+
+    is_sparse: ClassVar[bool] = True
+    supports_dense_mha_prefill: ClassVar[bool] = False
+
+    indexer: SparseIndexer
+
+    def prepare_layer(self) -> None:
+        super().prepare_layer()
+        if self.indexer is None:
+            reason = "the layer has no indexer"
+            raise UnsupportedConfiguration(
+                f"{self.get_backend_cls().get_name()}: {reason}; give MLAAttention an indexer",
+                (reason,),
+            )
+        self.prefill_backend = None
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """As the dense impl; with a `hisparse_cache` the pages are on the host, and written there."""
+        if self.hisparse_cache is None:
+            super().do_kv_cache_update(
+                kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
+            )
+            return
+        host, slots = kv_cache.device, slot_mapping.flatten()
+        key, value, slots, scale = (x.to(host) for x in (kv_c_normed, k_pe, slots, k_scale))
+        self.layer.cache_format.write(key[:, None], value, kv_cache[:, None], slots, scale, scale)
+        self.hisparse_cache.forget(slots)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: M,
+        layer: AttentionLayer,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to the first rows of the indexer's lists.
+
+        Raises:
+            BatchError: the indexer has fewer lists than there are queries, or not int32 ones.
+        """
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        lists, num_tokens = self.indexer.topk_indices_buffer, query.shape[0]
+        if lists.dim() != 2 or lists.shape[0] < num_tokens or lists.dtype != torch.int32:
+            raise BatchError(
+                f"topk_indices_buffer is {lists.dtype} {tuple(lists.shape)}; give int32 with at least "
+                f"{num_tokens} rows, one per query of the step"
+            )
+        plan = attn_metadata.decode
+        assert plan is not None, "a batch without decodes has no rows to serve"
+        block_size = kv_c_and_k_pe_cache.shape[1]
+        chosen = ChosenRows.of(lists[:num_tokens], plan, block_size)
+        hot = self.hisparse_cache
+        if hot is None:
+            pages, table = chosen.pages_of(kv_c_and_k_pe_cache)
+        else:
+            pages, table = hot.pages_of(kv_c_and_k_pe_cache, chosen)
+        # A query a request: its list is its context.
+        over_rows = copy.copy(attn_metadata)
+        over_rows.decode = DecodePart(
+            query_start_loc=torch.arange(num_tokens + 1, dtype=torch.int32, device=query.device),
+            seq_lens=chosen.num_chosen,
+            block_table=table,
+            max_query_len=1,
+            max_seq_len=lists.shape[1],
+        )
+        return super().forward_mqa(query, pages, over_rows, layer)

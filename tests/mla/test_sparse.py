@@ -1,0 +1,131 @@
+"""Layers over latents whose queries are told which keys to attend to: what is refused, and where rows
+are found. The kit judges the backends."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from attnkit import MLAAttention, PagedKVCache, make_batch
+from attnkit.contract import MLADimensions
+from attnkit.errors import BatchError, UnsupportedConfiguration
+from attnkit.mla.plan import DecodePart
+from attnkit.mla.sparse import ChosenRows
+from attnkit.selection import AttentionRequest, decide
+
+SIZES = MLADimensions(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24)
+
+
+def indexer_of(*shape: int, dtype: torch.dtype = torch.int32) -> Any:
+    return SimpleNamespace(topk_indices_buffer=torch.zeros(shape, dtype=dtype))
+
+
+def layer_of(**changes: Any) -> MLAAttention:
+    return MLAAttention(4, SIZES, nn.Linear(32, 4 * 40, bias=False), **changes)
+
+
+def test_layers_and_backends_of_two_kinds_do_not_mix() -> None:
+    with pytest.raises(UnsupportedConfiguration, match="sparse, this backend attends to all keys"):
+        layer_of(indexer=indexer_of(4, 8), backend="cpu_mla")
+    with pytest.raises(
+        UnsupportedConfiguration, match="not sparse, this backend attends to chosen"
+    ):
+        layer_of(backend="cpu_mla_sparse")
+    with pytest.raises(UnsupportedConfiguration, match="the layer is MLA"):
+        layer_of(indexer=indexer_of(4, 8), backend="cpu")
+    with pytest.raises(UnsupportedConfiguration, match="prefills by itself"):
+        layer_of(indexer=indexer_of(4, 8), prefill_backend="torch")
+    assert layer_of(indexer=indexer_of(4, 8)).selection.name.endswith("_sparse")
+    assert not layer_of().selection.name.endswith("_sparse")
+    asked = AttentionRequest(head_size=40, dtype=torch.float32, use_mla=True, use_sparse=True)
+    reasons = {d.name: d.reasons for d in decide(asked)}
+    assert all(
+        any("sparse" in r for r in reasons[name]) for name in reasons if "sparse" not in name
+    )
+
+
+def test_an_impl_without_an_indexer_is_refused() -> None:
+    layer = layer_of(indexer=indexer_of(4, 8), backend="reference_mla_sparse")
+    given: list[Any] = [
+        4,
+        40,
+        1.0,
+        1,
+        None,
+        None,
+        "auto",
+        None,
+        "decoder",
+        None,
+        None,
+        32,
+        16,
+        8,
+        24,
+        24,
+    ]
+    with pytest.raises(UnsupportedConfiguration, match="no indexer"):
+        type(layer.impl)(*given, layer.projection)
+
+
+@pytest.mark.parametrize(
+    "wrong", [indexer_of(2, 8), indexer_of(3, 8, dtype=torch.int64), indexer_of(9)]
+)
+def test_lists_that_do_not_fit_the_step(wrong: Any) -> None:
+    layer = layer_of(indexer=wrong)
+    cache = PagedKVCache({layer.layer_name: layer.get_kv_cache_spec()}, 4)
+    plan = layer.build(make_batch([3], [5], [[1]], 16))
+    with pytest.raises(BatchError, match="topk_indices_buffer"):
+        layer(
+            torch.zeros(3, 4, 24),
+            torch.zeros(3, 32),
+            torch.zeros(3, 8),
+            cache[layer.layer_name],
+            plan,
+        )
+
+
+@pytest.mark.parametrize("apart", [4 * 6, 4 * 6 + 12, 4 * 6 + 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_rows_of_pages_that_lie_apart(apart: int, dtype: torch.dtype) -> None:
+    """Blocks of 4 rows of 6: side by side, whole rows apart (views), and not (a copy)."""
+    memory = torch.arange(9 * apart, dtype=torch.float32).remainder(61).to(dtype)
+    cache = memory.as_strided((8, 4, 6), (apart, 6, 1), 3)
+    plan = DecodePart(
+        query_start_loc=torch.tensor([0, 1, 1, 3], dtype=torch.int32),
+        seq_lens=torch.tensor([7, 0, 6], dtype=torch.int32),
+        block_table=torch.tensor([[5, 2], [0, 0], [7, 1]], dtype=torch.int32),
+        max_query_len=2,
+        max_seq_len=7,
+    )
+    lists = torch.tensor([[6, -1, 0], [5, 4, 9], [3, 3, 5], [0, 0, 0]], dtype=torch.int32)
+    chosen = ChosenRows.of(lists, plan, 4)
+    assert chosen.num_chosen.tolist() == [2, 1, 3, 0]
+    pages, table = chosen.pages_of(cache)
+    for row, want in enumerate(([(2, 2), (5, 0)], [(1, 0)], [(7, 3), (7, 3), (1, 1)])):
+        got = pages[table[row, : len(want)].long()][:, 0].float()
+        assert torch.equal(got, torch.stack([cache[b, o].float() for b, o in want]))
+
+
+def test_a_list_of_all_keys_is_dense_attention() -> None:
+    lists = torch.arange(40, dtype=torch.int32).expand(20, -1)
+    sparse = layer_of(indexer=SimpleNamespace(topk_indices_buffer=lists), return_lse=True)
+    dense = layer_of(return_lse=True)
+    dense.projection = sparse.projection
+    dense.impl.layer = sparse.impl.layer  # type: ignore[attr-defined]
+    g = torch.Generator().manual_seed(0)
+    given = [torch.randn(20, *n, generator=g) for n in ((4, 24), (32,), (8,))]
+    batch = make_batch([1, 19], [30, 19], [[1, 2], [3, 4]], 16)
+    results = []
+    for layer in (sparse, dense):
+        cache = PagedKVCache({layer.layer_name: layer.get_kv_cache_spec()}, 5)[layer.layer_name]
+        cache.normal_(generator=torch.Generator().manual_seed(1))
+        results.append(layer(*given, cache, layer.build(batch)))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        assert not math.isnan(float(got.sum()))
