@@ -11,7 +11,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from attnkit.contract import AttentionBackend, MLAAttentionImpl
+from attnkit.contract import AttentionBackend, MLAAttentionImpl, SparseIndexer
 from attnkit.mla.layer import LatentLayer
 from attnkit.mla.plan import MLAMetadata
 from attnkit.mla.prefill import attend_prefill
@@ -64,7 +64,7 @@ class LatentImpl(MLAAttentionImpl[M]):
         q_pad_num_heads: int | None = None,
     ) -> None:
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
-        self.indexer = indexer
+        self.indexer: SparseIndexer | None = indexer  # type: ignore[assignment]
         self.layer = LatentLayer.from_impl_args(
             self.get_backend_cls(),
             num_heads=num_heads,

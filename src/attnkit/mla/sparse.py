@@ -17,7 +17,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from attnkit.contract import AttentionLayer, SparseIndexer
+from attnkit.contract import AttentionLayer
 from attnkit.errors import BatchError, UnsupportedConfiguration
 from attnkit.mla.impl import LatentImpl
 from attnkit.mla.plan import DecodePart, MLAMetadata
@@ -100,16 +100,11 @@ class ChosenRows:
 
 
 class SparseLatentImpl(LatentImpl[M]):
-    """Put before a backend's own impl: `class X(SparseLatentImpl[...], DenseImpl)`.
-
-    Attributes:
-        indexer: chooses keys; it has filled `topk_indices_buffer` for the batch before `forward_mqa`.
-    """
+    """Put before a backend's own impl: `class X(SparseLatentImpl[...], DenseImpl)`. Its indexer has
+    filled `topk_indices_buffer` for the batch before `forward_mqa` is called."""
 
     is_sparse: ClassVar[bool] = True
     supports_dense_mha_prefill: ClassVar[bool] = False
-
-    indexer: SparseIndexer
 
     def prepare_layer(self) -> None:
         super().prepare_layer()
@@ -153,6 +148,7 @@ class SparseLatentImpl(LatentImpl[M]):
         Raises:
             BatchError: the indexer has fewer lists than there are queries, or not int32 ones.
         """
+        assert self.indexer is not None, "checked when the impl was made"
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         lists, num_tokens = self.indexer.topk_indices_buffer, query.shape[0]
         if lists.dim() != 2 or lists.shape[0] < num_tokens or lists.dtype != torch.int32:
