@@ -72,7 +72,9 @@ def generate(
     ] = None,
     weights: Annotated[
         str | None,
-        typer.Option(help="Keep weights in codes, on a CPU: int8 (batches) or int4 (one stream)."),
+        typer.Option(
+            help="Keep weights in codes, on a CPU: int8 (half the memory) or int4 (one stream)."
+        ),
     ] = None,
     compile: Annotated[
         bool,

@@ -6,7 +6,10 @@ nothing needs to be installed. Weights are rounded to nearest, without data: qua
 `benchmarks/weights_cpu.py`.
 
 One core with AMX took for a weight of 576 x 1536 that was in no near cache 197 us with 1 row and 212
-with 16 in bfloat16, 121 and 130 in int8, 72 and 383 in 4 bits: int8 serves batches, 4 bits one stream.
+with 16 in bfloat16, 121 and 130 in int8, 72 and 383 in 4 bits. Whole steps of SmolLM2-135M, compiled, on
+that core (best of three, noisy): one stream 21 tokens/s in bfloat16, 18 in int8, 36 in 4 bits; 16
+prompts 280, 242 and 117. So 4 bits serve one stream, and int8 saves half the memory; in so small a model
+what makes codes of activations costs more than the product saves.
 """
 
 from __future__ import annotations
