@@ -43,7 +43,7 @@ ARROWS: dict[str, set[str]] = {
     "backends": {"errors", "contract", "kvcache", "environment", "mla", "output_quant"},
     "matrix": {"errors", "contract"},
     "compiled": {"errors"},
-    "selection": {"errors", "contract", "backends"},
+    "selection": {"errors", "arguments", "contract", "backends"},
     "paged_layer": {
         "errors",
         "arguments",

@@ -306,6 +306,7 @@ def test_the_environment_names_what_auto_means(
     chosen = select(PLAIN)
     assert (chosen.name, chosen.asked) == ("dear", "dear (from ATTNKIT_BACKEND)")
     assert select(PLAIN, "cheap").name == "cheap", "an explicit name is stronger"
+    assert [d.name for d in decide(PLAIN)] == ["dear"], "what explain shows is what select does"
     monkeypatch.setenv("ATTNKIT_BACKEND", "no_sinks")
     with pytest.raises(UnsupportedConfiguration, match="from ATTNKIT_BACKEND"):
         select(SINKS)
@@ -335,7 +336,36 @@ def test_registering_again_replaces() -> None:
     assert backend_names()["mine"] == "registered"
 
 
-@pytest.mark.parametrize("name", ["reference", "auto", ""])
+@pytest.mark.parametrize("name", ["a,b", "a:b", " ", "", None])
+def test_names_that_read_as_something_else_are_refused(name: Any) -> None:
+    with pytest.raises(ConfigurationError, match="without commas, colons and spaces"):
+        attnkit.register(name, Cheap)
+
+
+def test_a_pair_is_two_names_whatever_the_spaces() -> None:
+    assert select(PLAIN, " reference , reference ").name == "reference,reference"
+    for name in ("cpu,", ",cpu", "cpu,reference,flex"):
+        with pytest.raises(UnknownBackend, match=f"'{name}' is no pair"):
+            select(PLAIN, name)
+    with pytest.raises(UnknownBackend, match=r"is None, not a subclass .* or a name"):
+        select(PLAIN, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"num_heads": -3}, "num_heads -3"),
+        ({"num_heads": 8, "num_kv_heads": 3}, "8 query heads do not divide over 3"),
+        ({"attn_type": "foo"}, "attn_type 'foo' is not known"),
+        ({"kv_cache_dtype": "foo"}, "kv_cache_dtype 'foo' is not known"),
+    ],
+)
+def test_a_request_that_no_layer_can_be_is_refused(facts: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        AttentionRequest(**{"head_size": 64, "dtype": torch.float32, **facts})
+
+
+@pytest.mark.parametrize("name", ["reference", "auto"])
 def test_attnkits_own_names_cannot_be_taken(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{name!r} is not free"):
         register(name, Cheap)

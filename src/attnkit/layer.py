@@ -36,7 +36,7 @@ from attnkit.contract import (
 from attnkit.errors import BackendError, BatchError, ConfigurationError
 from attnkit.output_quant import QuantizedOutput
 from attnkit.paged_layer import PagedLayer, logical_page
-from attnkit.selection import AttentionRequest, select
+from attnkit.selection import AttentionRequest, Choose, check_heads, select
 
 
 class Attention(PagedLayer):
@@ -82,6 +82,7 @@ class Attention(PagedLayer):
         attention_chunk_size: int | None = None,
         use_per_head_quant_scales: bool = False,
         vllm_config: Any | None = None,
+        choose: Choose = select,
     ) -> None:
         """Choose a backend and build its impl.
 
@@ -115,13 +116,14 @@ class Attention(PagedLayer):
             use_per_head_quant_scales: `_q_scale`, `_k_scale` and `_v_scale` have one entry per KV head
                 instead of one for all.
             vllm_config: engine configuration handed to the builder; None: the defaults.
+            choose: who chooses the backend; `functools.cache(select)` for many layers that ask alike.
 
         Raises:
             ConfigurationError: a value is not allowed.
             BackendError: no such backend, or it cannot serve this layer; with every reason.
         """
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_heads(num_heads, num_kv_heads, head_size, head_size_v)
+        check_heads(num_heads, num_kv_heads, head_size, head_size_v)
         check_flags(
             {
                 "use_alibi_sqrt": use_alibi_sqrt,
@@ -195,7 +197,7 @@ class Attention(PagedLayer):
             self._check_chunks(attention_chunk_size)
         self.return_lse = return_lse
 
-        self.selection = select(
+        self.selection = choose(
             AttentionRequest(
                 head_size=head_size,
                 head_size_v=self.head_size_v,
@@ -474,17 +476,3 @@ class Attention(PagedLayer):
             self._check_num_written(key, attn_metadata)
         if self._needs_cache:
             self._check_cache(kv_cache, self._page)
-
-
-def _check_heads(
-    num_heads: int, num_kv_heads: int, head_size: int, head_size_v: int | None
-) -> None:
-    check_count("num_heads", num_heads)
-    check_count("num_kv_heads", num_kv_heads)
-    if num_heads % num_kv_heads:
-        raise ConfigurationError(
-            f"{num_heads} query heads do not divide over {num_kv_heads} KV heads; "
-            "give a num_kv_heads that divides num_heads"
-        )
-    check_count("head_size", head_size)
-    check_count("head_size_v", head_size_v, optional=True)

@@ -42,7 +42,7 @@ from attnkit.mla.projection import KvBProjection
 from attnkit.output_quant import QuantizedOutput
 from attnkit.paged_layer import PagedLayer, logical_page
 from attnkit.prefill_selection import select_prefill
-from attnkit.selection import AttentionRequest, select
+from attnkit.selection import AttentionRequest, Choose, select
 
 
 class MLAAttention(PagedLayer):
@@ -78,6 +78,7 @@ class MLAAttention(PagedLayer):
         prefill_backend: str | type[MLAPrefillBackend] = "auto",
         indexer: SparseIndexer | None = None,
         vllm_config: Any | None = None,
+        choose: Choose = select,
     ) -> None:
         """Choose a backend and build its impl.
 
@@ -100,6 +101,7 @@ class MLAAttention(PagedLayer):
                 "auto", the backend's own.
             indexer: tells each query which keys to attend to; None: to all.
             vllm_config: engine configuration handed to the builder; None: the defaults.
+            choose: who chooses the backend; `functools.cache(select)` for many layers that ask alike.
 
         Raises:
             ConfigurationError: a value is not allowed.
@@ -128,7 +130,7 @@ class MLAAttention(PagedLayer):
         self.head_size, self.head_size_v = dimensions.latent_size, dimensions.v_head_dim
         self.attn_type, self.sliding_window = AttentionType.DECODER, None
         self.kv_cache_dtype, self.return_lse = kv_cache_dtype, return_lse
-        self.selection = select(
+        self.selection = choose(
             AttentionRequest(
                 head_size=self.head_size,
                 dtype=dtype,

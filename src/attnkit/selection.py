@@ -16,16 +16,24 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
+from typing import TypeAlias
 
 import torch
 
+from attnkit.arguments import check_count
 from attnkit.backends import BACKENDS, MLA_BACKENDS
 from attnkit.backends.wrappers import hybrid
-from attnkit.contract import AttentionBackend, AttentionType, DeviceCapability, MLADimensions
+from attnkit.contract import (
+    AttentionBackend,
+    AttentionType,
+    DeviceCapability,
+    MLADimensions,
+    get_kv_quant_mode,
+)
 from attnkit.errors import (
     BackendUnavailable,
     ConfigurationError,
@@ -51,6 +59,9 @@ class AttentionRequest:
         mla: its sizes; None: any will do.
         device_capability: where it is to run; the device need not be here.
         return_lse: the log-sum-exp is wanted too.
+
+    Raises:
+        ConfigurationError: a value that no layer can have, whatever the backend.
     """
 
     head_size: int
@@ -81,6 +92,36 @@ class AttentionRequest:
     use_alibi_sqrt: bool = False
     has_logits_soft_cap: bool = False
     return_lse: bool = False
+
+    def __post_init__(self) -> None:
+        check_heads(self.num_heads, self.num_kv_heads, self.head_size, self.head_size_v)
+        if self.kv_cache_dtype is not None:
+            get_kv_quant_mode(self.kv_cache_dtype)
+        names = [kind.value for kind in AttentionType]
+        if self.attn_type not in names:
+            raise ConfigurationError(
+                f"attn_type {self.attn_type!r} is not known; use one of {', '.join(names)}"
+            )
+
+
+def check_heads(
+    num_heads: int, num_kv_heads: int, head_size: int, head_size_v: int | None = None
+) -> None:
+    """Refuse heads that no layer can have.
+
+    Raises:
+        ConfigurationError: a number or size below 1 or no whole number, or query heads that do not
+            divide over the KV heads.
+    """
+    check_count("num_heads", num_heads)
+    check_count("num_kv_heads", num_kv_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigurationError(
+            f"{num_heads} query heads do not divide over {num_kv_heads} KV heads; "
+            "give a num_kv_heads that divides num_heads"
+        )
+    check_count("head_size", head_size)
+    check_count("head_size_v", head_size_v, optional=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +179,15 @@ def register(name: str, backend: type[AttentionBackend]) -> None:
     """Make a backend choosable by name in this process; registering a name again replaces it.
 
     Raises:
-        ConfigurationError: `name` is empty, "auto" or in the table.
+        ConfigurationError: `name` is "auto" or in the table; or empty, or has a comma, colon or space,
+            which other forms of a name have.
         UnknownBackend: `backend` is not a subclass of `AttentionBackend`.
     """
-    if name in _shipped() or name in ("", "auto"):
+    if not isinstance(name, str) or not name or any(c in ",:" or c.isspace() for c in name):
+        raise ConfigurationError(
+            f"{name!r} cannot name a backend; give a string without commas, colons and spaces"
+        )
+    if name in _shipped() or name == "auto":
         raise ConfigurationError(
             f"{name!r} is not free: attnkit itself uses {', '.join(_shipped())} and auto; register "
             "under another name"
@@ -174,8 +220,12 @@ def resolve(name: str) -> type[AttentionBackend]:
     if name in points:
         return _load(name, f"{points[name].module}:{points[name].attr}")
     if "," in name:
-        prefill, _, decode = name.partition(",")
-        return hybrid(resolve(prefill.strip()), resolve(decode.strip()))
+        parts = [part.strip() for part in name.split(",")]
+        if len(parts) != 2 or not all(parts):
+            raise UnknownBackend(
+                f"backend {name!r} is no pair; give two names with a comma: for prefills, for decodes"
+            )
+        return hybrid(*map(resolve, parts))
     if ":" in name:
         return _load(name, name)
     known = ", ".join(backend_names())
@@ -242,24 +292,75 @@ def reasons_against(
     return tuple(reasons)
 
 
+def asked_for(
+    backend: str | type[AttentionBackend], *, environ: Mapping[str, str] = os.environ
+) -> tuple[str | type[AttentionBackend], str]:
+    """What is asked for where a user gave `backend`: "auto", a name or a class; and how to call that.
+
+    Raises:
+        UnknownBackend: it is neither a name nor a backend class.
+    """
+    if not isinstance(backend, str):
+        name = getattr(backend, "__name__", type(backend).__name__)
+        return backend, _check_class(name, backend).get_name()
+    name, source = backend, ""
+    if name == "auto" and environ.get(ENV_BACKEND, "") not in ("", "auto"):
+        name, source = environ[ENV_BACKEND], f" (from {ENV_BACKEND})"
+    if "," in name:
+        name = ",".join(part.strip() for part in name.split(","))
+    return name, name + source
+
+
+def find_named(
+    backend: str | type[AttentionBackend],
+    *,
+    here: bool = True,
+    environ: Mapping[str, str] = os.environ,
+) -> type[AttentionBackend] | None:
+    """The class that is asked for by itself or by a name; None: the choice is automatic.
+
+    Args:
+        backend, here, environ: as in `select`.
+
+    Raises:
+        UnknownBackend: no backend has this name.
+        BackendUnavailable: it cannot run here.
+    """
+    name, asked = asked_for(backend, environ=environ)
+    if name == "auto":
+        return None
+    try:
+        cls = resolve(name) if isinstance(name, str) else name
+    except BackendUnavailable as absent:
+        raise _cannot_run(asked, str(absent)) from absent
+    if here and (reason := cls.is_available()) is not None:
+        raise _cannot_run(asked, reason)
+    return cls
+
+
 def decide(
     request: AttentionRequest,
     backend: str = "auto",
     *,
     here: bool = True,
+    environ: Mapping[str, str] = os.environ,
 ) -> tuple[Decision, ...]:
     """What would become of each candidate: the decision record without the choice being made.
 
     Args:
-        backend: a name looks at that one alone; "auto" at every row of the table for such layers, of
-            which the one of lowest cost is chosen, the table's order deciding between equals.
+        backend: a name looks at that one alone; "auto" at the one that ATTNKIT_BACKEND names, or at
+            every row of the table for such layers, of which the one of lowest cost is chosen, the
+            table's order deciding between equals.
+        here, environ: as in `select`.
 
     Raises:
         UnknownBackend: no backend has this name.
     """
     decisions: list[Decision] = []
     table = MLA_BACKENDS if request.use_mla else BACKENDS
-    for name in table if backend == "auto" else (backend,):
+    asked, _ = asked_for(backend, environ=environ)
+    assert isinstance(asked, str)
+    for name in table if asked == "auto" else (asked,):
         try:
             cls = resolve(name)
         except BackendUnavailable as absent:
@@ -297,21 +398,11 @@ def select(
         BackendUnavailable: the named one cannot run here.
         UnsupportedConfiguration: the named one, or every candidate, cannot serve; with all reasons.
     """
-    if not isinstance(backend, str):
-        name = _check_class(getattr(backend, "__name__", ""), backend).get_name()
-        return _by_name(name, backend, name, request, here)
-    asked = backend
-    if backend == "auto":
-        backend = environ.get(ENV_BACKEND) or "auto"
-        if backend != "auto":
-            asked = f"{backend} (from {ENV_BACKEND})"
-    if backend != "auto":
-        try:
-            cls = resolve(backend)
-        except BackendUnavailable as absent:
-            raise _cannot_run(asked, str(absent)) from absent
-        return _by_name(backend, cls, asked, request, here)
-    decisions = decide(request, here=here)
+    name, asked = asked_for(backend, environ=environ)
+    cls = find_named(backend, here=here, environ=environ)
+    if cls is not None:
+        return _by_name(name if isinstance(name, str) else asked, cls, asked, request, here)
+    decisions = decide(request, here=here, environ={})
     for decision in decisions:
         if decision.chosen:
             cls = resolve(decision.name)
@@ -322,12 +413,13 @@ def select(
     )
 
 
+Choose: TypeAlias = Callable[[AttentionRequest, str | type[AttentionBackend]], Selection]
+"""`select`, or `functools.cache` around it for layers that ask alike, as those of a model do."""
+
+
 def _by_name(
     name: str, cls: type[AttentionBackend], asked: str, request: AttentionRequest, here: bool
 ) -> Selection:
-    absent = cls.is_available() if here else None
-    if absent is not None:
-        raise _cannot_run(asked, absent)
     reasons = reasons_against(cls, request, here=here)
     if reasons:
         raise UnsupportedConfiguration(
@@ -408,6 +500,7 @@ def _load_file(path: str) -> ModuleType:
 def _check_class(name: str, found: object) -> type[AttentionBackend]:
     if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
         raise UnknownBackend(
-            f"backend {name!r} is {found!r}, not a subclass of attnkit.contract.AttentionBackend"
+            f"backend {name!r} is {found!r}, not a subclass of attnkit.contract.AttentionBackend; give "
+            "one, or a name"
         )
     return found

@@ -12,7 +12,7 @@ from attnkit.conformance import verify
 from attnkit.conformance.laws import LAWS
 from attnkit.conformance.twin import TwinBackend, TwinImpl
 from attnkit.contract import KVCacheLayout, KVCacheSpec, MultipleOf
-from attnkit.errors import BackendUnavailable, UnknownBackend
+from attnkit.errors import BackendUnavailable, ConfigurationError, UnknownBackend
 
 
 def test_a_right_backend_is_called_right() -> None:
@@ -31,6 +31,14 @@ def test_filter_and_progress() -> None:
     assert calls == [(0, 3, names[0]), (1, 3, names[1]), (2, 3, names[2])]
     assert [o.name for o in report.outcomes] == names
     assert all(o.margin is not None and 0 < o.margin.out <= 1 for o in report.outcomes)
+
+
+def test_what_cannot_be_judged_is_not_called_wrong() -> None:
+    with pytest.raises(ConfigurationError, match="no check of reference has 'zzz' in its name"):
+        verify("reference", filter="zzz")
+    for device in ("tpu", "cuda:99"):
+        with pytest.raises(ConfigurationError, match=device):
+            verify("reference", device=device)
 
 
 def test_a_report_is_plain_values() -> None:
@@ -78,6 +86,8 @@ def test_a_backend_that_refuses_everything_is_not_right() -> None:
     report = verify(RefusesAll, filter="case:plain")
     assert not report.failed
     assert not report.ok
+    assert "not judged" in str(report)
+    assert "WRONG" not in str(report)
     assert all("not today" in o.message for o in report.refused)
 
 

@@ -407,17 +407,26 @@ def test_logprobs_belong_to_the_tokens(folder):
         assert at[token].logprob == pytest.approx(float(expected[row, token]), abs=1e-4)
 
 
-def test_settings_that_are_not_allowed_are_named(folder):
+def test_settings_that_are_not_allowed_are_named_before_weights_are_loaded(folder, monkeypatch):
+    with pytest.raises(CacheError, match="5 bytes"):  # Of pages whose size the model decides.
+        make_llm(folder, num_blocks=None, kv_cache_bytes=5)
+    monkeypatch.setattr("attnkit.runner.llm.load_model", None)
     cases = [
+        ({"dtype": 8}, ConfigurationError, "dtype 8 is not known"),
+        ({"seed": "a"}, ConfigurationError, "seed 'a'"),
+        ({"cuda_graphs": True}, ConfigurationError, "would run on cpu"),
+        ({"compile": "no"}, ConfigurationError, "compile 'no' .* True or False"),
+        ({"backend": "flash_attn"}, BackendError, "flash_attn cannot run on this machine"),
+        ({"backend": None}, BackendError, "is None, not a subclass"),
+        ({"backend": "cpu", "dtype": "float16", "block_size": -4}, ConfigurationError, "-4"),
         ({"dtype": "float64"}, ConfigurationError, "float64.*bfloat16"),
         ({"dtype": torch.int8}, ConfigurationError, "int8"),
         ({"device": "toaster"}, ConfigurationError, "toaster"),
         ({"device": "meta"}, ConfigurationError, "meta"),
         ({"backend": "nothing"}, BackendError, "nothing"),
         ({"block_size": 0}, ConfigurationError, "0"),
-        ({"num_blocks": 1}, CacheError, "1 blocks"),
+        ({"num_blocks": 1}, ConfigurationError, "num_blocks 1 .* at least 2"),
         ({"num_blocks": 5, "kv_cache_bytes": 5}, ConfigurationError, "both"),
-        ({"num_blocks": None, "kv_cache_bytes": 5}, CacheError, "5 bytes"),
         ({"max_model_len": 513}, ConfigurationError, "513.*512"),
         ({"max_model_len": 0}, ConfigurationError, "0"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, ConfigurationError, "8.*9"),

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
-from attnkit.contract import AttentionType, DeviceCapability
+from attnkit.contract import AttentionType, DeviceCapability, MLADimensions
 from attnkit.errors import ConfigurationError
-from attnkit.selection import AttentionRequest, decide, format_decisions
+from attnkit.selection import AttentionRequest, asked_for, decide, format_decisions
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -30,48 +30,95 @@ def explain(
     backend: Annotated[str, typer.Option(help="A backend by name, or auto.")] = "auto",
     device: Annotated[
         str | None,
-        typer.Option(help="cpu or e.g. sm_90, present or not; left out: this machine's."),
+        typer.Option(help="cpu, cuda or e.g. sm_90, present or not; left out: this machine's."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
-    kv_heads: Annotated[int | None, typer.Option(help="KV heads; left out: as many.")] = None,
-    head_size: Annotated[int, typer.Option(help="Of queries and keys.")] = 128,
-    head_size_v: Annotated[int | None, typer.Option(help="Of values; left out: as keys.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a page.")] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="Cache format.")] = "auto",
-    attn_type: Annotated[str, typer.Option(help="decoder, encoder, ...")] = "decoder",
+    heads: Annotated[int | None, typer.Option(help="Query heads; left out: 32.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads; left out: as many.")] = None,
+    head_size: Annotated[
+        int | None, typer.Option(help="Of queries and keys; left out: 128.")
+    ] = None,
+    head_size_v: Annotated[int | None, typer.Option(help="Of values; left out: as keys.")] = None,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="Cache format; left out: auto.")
+    ] = None,
+    attn_type: Annotated[
+        str | None,
+        typer.Option(help="decoder (left out), encoder, encoder_only or encoder_decoder."),
+    ] = None,
+    mla: Annotated[
+        str | None,
+        typer.Option(
+            help="A layer over latents: kv_lora_rank,qk_nope_head_dim,qk_rope_head_dim,v_head_dim."
+        ),
+    ] = None,
     window: Annotated[bool, typer.Option("--window", help="Sliding window.")] = False,
+    rswa: Annotated[bool, typer.Option("--rswa", help="A window beside a visible prefix.")] = False,
     softcap: Annotated[bool, typer.Option("--softcap", help="Logits soft cap.")] = False,
     sinks: Annotated[bool, typer.Option("--sinks", help="Attention sinks.")] = False,
     alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi.")] = False,
     alibi_sqrt: Annotated[bool, typer.Option("--alibi-sqrt", help="Square-root ALiBi.")] = False,
+    non_causal: Annotated[
+        bool, typer.Option("--non-causal", help="Batches with causal False.")
+    ] = False,
+    mm_prefix: Annotated[
+        bool, typer.Option("--mm-prefix", help="Ranges that see each other, as images do.")
+    ] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Drafts that branch.")] = False,
+    head_scales: Annotated[
+        bool, typer.Option("--head-scales", help="One K/V scale per head.")
+    ] = False,
     lse: Annotated[bool, typer.Option("--lse", help="Log-sum-exp wanted.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say which backend a model or a layer gets, and why the others do not serve."""
+    """Say which backend a model or a layer gets, and why the others do not serve.
+
+    Options from --heads to --lse describe a layer; --model has its own.
+    """
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
-    here = device is None or device == "cpu"
-    capability = _this_machine() if device is None else DeviceCapability.parse(device)
+    here = device in (None, "cpu", "cuda")
+    capability = _this_machine() if device is None else _capability(device)
+    features = {
+        "has_sliding_window": window or rswa,
+        "use_rswa": rswa,
+        "has_logits_soft_cap": softcap,
+        "has_sink": sinks,
+        "use_alibi": alibi or alibi_sqrt,
+        "use_alibi_sqrt": alibi_sqrt,
+        "use_non_causal": non_causal,
+        "use_mm_prefix": mm_prefix,
+        "use_tree_mask": tree,
+        "use_per_head_quant_scales": head_scales,
+        "return_lse": lse,
+    }
+    sizes = (heads, kv_heads, head_size, head_size_v, kv_cache_dtype, attn_type, mla)
     if model is not None:
+        if any(features.values()) or any(size is not None for size in sizes):
+            raise ConfigurationError(
+                "--model has its own layers; leave out what describes one (--heads to --lse), or --model"
+            )
         requests = _requests_of_model(None if model == "default" else model, DTYPES[dtype], backend)
     else:
+        num_heads = 32 if heads is None else heads
+        facts: dict[str, Any] = {
+            "num_kv_heads": num_heads if kv_heads is None else kv_heads,
+            "head_size": 128 if head_size is None else head_size,
+            "head_size_v": head_size_v,
+        }
+        if mla is not None:
+            facts = _latents(mla, (kv_heads, head_size, head_size_v))
         layer = AttentionRequest(
-            head_size=head_size,
-            head_size_v=head_size_v,
+            **facts,
+            **features,
             dtype=DTYPES[dtype],
-            num_heads=heads,
-            num_kv_heads=heads if kv_heads is None else kv_heads,
-            kv_cache_dtype=kv_cache_dtype,
-            attn_type=AttentionType(attn_type).value,
-            has_sink=sinks,
-            has_sliding_window=window,
-            use_alibi=alibi or alibi_sqrt,
-            use_alibi_sqrt=alibi_sqrt,
-            has_logits_soft_cap=softcap,
-            return_lse=lse,
+            num_heads=num_heads,
+            kv_cache_dtype=kv_cache_dtype or "auto",
+            attn_type=attn_type or AttentionType.DECODER.value,
         )
         requests = {"layer": layer}
+    _, asked = asked_for(backend)
     served = True
     answers = {}
     for name, request in requests.items():
@@ -81,10 +128,31 @@ def explain(
         answers[name] = [asdict(d) for d in decisions]
         if not as_json:
             typer.echo(f"{name} on {capability}: {_describe(request)}")
-            typer.echo(format_decisions(backend, decisions))
+            typer.echo(format_decisions(asked, decisions))
     if as_json:
         typer.echo(json.dumps(answers, indent=2))
     raise typer.Exit(0 if served else 1)
+
+
+def _latents(sizes: str, others: tuple[int | None, ...]) -> dict[str, Any]:
+    """Fields of the request for a layer over latents."""
+    if any(size is not None for size in others):
+        raise ConfigurationError(
+            "--mla says all sizes; leave out --kv-heads, --head-size and --head-size-v"
+        )
+    numbers = [int(n) for n in sizes.split(",") if n.strip().isdecimal()]
+    if len(numbers) != 4 or sizes.count(",") != 3:
+        raise ConfigurationError(
+            f"--mla {sizes} is not allowed; give kv_lora_rank,qk_nope_head_dim,qk_rope_head_dim,"
+            "v_head_dim, such as 512,128,64,128"
+        )
+    rank, nope, rope, v = numbers
+    d = MLADimensions(kv_lora_rank=rank, qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=v)
+    return {"head_size": d.latent_size, "num_kv_heads": 1, "use_mla": True, "mla": d}
+
+
+def _capability(device: str) -> DeviceCapability:
+    return DeviceCapability.of(device) if device == "cuda" else DeviceCapability.parse(device)
 
 
 def _this_machine() -> DeviceCapability:
@@ -131,11 +199,16 @@ def _requests_of_model(
 
 def _describe(request: AttentionRequest) -> str:
     features = {
-        "window": request.has_sliding_window,
+        "window": request.has_sliding_window and not request.use_rswa,
+        "R-SWA": request.use_rswa,
         "soft cap": request.has_logits_soft_cap,
         "sinks": request.has_sink,
         "sqrt ALiBi": request.use_alibi_sqrt,
         "ALiBi": request.use_alibi and not request.use_alibi_sqrt,
+        "non-causal": request.use_non_causal,
+        "ranges": request.use_mm_prefix,
+        "tree": request.use_tree_mask,
+        "scale per head": request.use_per_head_quant_scales,
         "LSE": request.return_lse,
     }
     words = [

@@ -112,6 +112,13 @@ def generate(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
     )
+    if logprobs is not None and not as_json:
+        raise RequestError("--logprobs are printed with --json alone; give both, or neither")
+    source, target = (None if p is None else SafetensorsFile(p) for p in (kv_load, kv_save))
+    if source is not None:
+        source.check_readable()
+    if target is not None:
+        target.check_writable()
     llm = LLM(
         model,
         dtype=dtype,
@@ -130,9 +137,11 @@ def generate(
     kind = str(llm.dtype).removeprefix("torch.")
     _say(f"{llm.name}, {kind}, on {packed.device}, pages of {packed.block_size} tokens")
     _say(llm.explain())
-    if kv_load is not None:
-        _say(f"{llm.load_kv(SafetensorsFile(kv_load))} tokens loaded from {kv_load}")
+    if source is not None:
+        _say(f"{llm.load_kv(source)} tokens loaded from {kv_load}")
     encoded = _encode(llm, texts, llm.has_chat_template if chat is None else chat)
+    if target is not None:
+        _check_saved(len(encoded[0]), max_tokens, llm.engine.manager.hit_unit)
     start = time.perf_counter()
     interrupted = False
     try:
@@ -153,10 +162,10 @@ def generate(
         for text, output in zip(texts, outputs, strict=True):
             typer.echo(f"> {text}\n{output.outputs[0].text}\n")
     _say(_summary(outputs, seconds) + (", interrupted" if interrupted else ""))
-    if kv_save is not None:
+    if target is not None:
         (output,) = outputs
         token_ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-        _say(f"{llm.save_kv(SafetensorsFile(kv_save), token_ids)} tokens saved to {kv_save}")
+        _say(f"{llm.save_kv(target, token_ids)} tokens saved to {kv_save}")
     errors = [output.error for output in outputs if output.error is not None]
     for error in errors:
         _say(f"error: {error}")
@@ -178,6 +187,16 @@ def _read_prompts(prompts: list[str], file: str | None) -> list[str]:
     if not texts:
         raise RequestError("there is no prompt; give texts, --file, or - for stdin")
     return texts
+
+
+def _check_saved(num_prompt_tokens: int, max_tokens: int, page: int) -> None:
+    """Whole pages are saved; the last token that is generated is never computed on."""
+    if num_prompt_tokens + max_tokens - 1 < page:
+        raise RequestError(
+            f"--kv-save keeps whole pages of {page} tokens, and {num_prompt_tokens} of the prompt with "
+            f"--max-tokens {max_tokens} fill none; give a longer prompt, more tokens or a smaller "
+            "--block-size"
+        )
 
 
 def _encode(llm: LLM, texts: list[str], chat: bool) -> list[list[int]]:

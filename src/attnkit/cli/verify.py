@@ -21,7 +21,7 @@ def verify(
         str, typer.Argument(help="A name, path/to/file.py:Class or package.module:Class.")
     ],
     device: Annotated[str, typer.Option(help="Where to run: cpu or cuda.")] = "cpu",
-    only: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
+    only: Annotated[str | None, typer.Option(help="Only checks whose name contains this.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the whole report as JSON.")
     ] = False,

@@ -105,7 +105,9 @@ class Subject:
 
         Raises:
             BackendError: there is no such backend, or it cannot run on this machine.
+            ConfigurationError: there is no such device.
         """
+        DeviceCapability.of(device)
         found = resolve(backend) if isinstance(backend, str) else backend
         name = backend if isinstance(backend, str) else backend.get_name()
         absent = found.is_available()

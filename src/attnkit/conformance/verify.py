@@ -26,6 +26,7 @@ from attnkit.conformance.mla.laws import MLA_LAWS
 from attnkit.conformance.mla.subject import MLASubject
 from attnkit.conformance.subject import LawBroken, NotClaimed, Subject
 from attnkit.contract import AttentionBackend
+from attnkit.errors import ConfigurationError
 from attnkit.selection import resolve
 
 
@@ -117,8 +118,9 @@ class Report:
         return {**summary, **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
+        word = "right" if self.ok else "WRONG" if self.failed else "not judged, since no case ran"
         lines = [
-            f"{self.backend} on {self.device}: {'right' if self.ok else 'WRONG'}. "
+            f"{self.backend} on {self.device}: {word}. "
             f"{len(self.passed)} checks passed ({self.num_cases} cases), {len(self.failed)} failed, "
             f"{len(self.refused)} refused, {len(self.unjudged)} unjudged, in {self.seconds:.1f} s"
         ]
@@ -144,10 +146,17 @@ def verify(
 
     Raises:
         BackendError: there is no such backend, or it cannot run on this machine.
+        ConfigurationError: there is no such device, or no check has such a name.
     """
     subject = subject_of(backend, device)
     started = time.perf_counter()
-    checks = [c for c in all_checks(subject) if filter is None or filter in c.name]
+    every = all_checks(subject)
+    checks = [c for c in every if filter is None or filter in c.name]
+    if not checks:
+        raise ConfigurationError(
+            f"no check of {subject.name} has {filter!r} in its name; names are such as "
+            f"{', '.join(c.name for c in every[:: len(every) // 3])}"
+        )
     outcomes = []
     for done, check in enumerate(checks):
         if progress is not None:

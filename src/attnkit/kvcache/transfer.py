@@ -75,6 +75,12 @@ def check_fits(contents: PrefixContents, wanted: PrefixContents, source: str) ->
         CacheError: names `source` and what differs.
     """
     if contents.model != wanted.model:
+        theirs, ours = _dtypes(contents), _dtypes(wanted)
+        if theirs != ours:
+            raise CacheError(
+                f"{source} holds keys and values in {theirs}, and the model was loaded in {ours}; load "
+                "the model that saved it with the dtype it had then"
+            )
         raise CacheError(
             f"{source} holds keys and values of another model (its weights or configuration differ); "
             "load it with the model that saved it"
@@ -102,6 +108,10 @@ def check_fits(contents: PrefixContents, wanted: PrefixContents, source: str) ->
                 f"{source} has {len(theirs.rows)} rows from token {theirs.first_token} on for layer "
                 f"{name}, but {num_tokens} tokens; it is damaged"
             )
+
+
+def _dtypes(contents: PrefixContents) -> str:
+    return ", ".join(sorted({str(x.rows.dtype)[6:] for x in contents.layers.values()}))
 
 
 def whole_blocks(first_token: int, num_tokens: int, block_size: int) -> range:

@@ -15,12 +15,14 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
+from attnkit.arguments import check_count, check_flags
 from attnkit.contract import AttentionBackend
 from attnkit.errors import ConfigurationError, ModelError, RequestError
+from attnkit.runner.arguments import check_backend
 from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.encoder import EncoderModel
 from attnkit.runner.linear import pack_linears
-from attnkit.runner.loading import load_encoder, load_tokenizer
+from attnkit.runner.loading import check_dtype_name, load_encoder, load_tokenizer
 from attnkit.runner.memory import choose_device
 
 Pooling: TypeAlias = Literal["mean", "cls"]
@@ -73,6 +75,12 @@ class Embedder:
                 f"pooling {pooling!r} is not known; use {' or '.join(get_args(Pooling))}"
             )
         where = choose_device(device)
+        check_dtype_name(dtype)
+        check_backend(backend, where, dtype)
+        check_count("max_model_len", max_model_len, optional=True)
+        check_count("max_num_batched_tokens", max_num_batched_tokens, optional=True)
+        if normalize is not None:
+            check_flags({"normalize": normalize})
         checkpoint = resolve_checkpoint(model)
         self.name = checkpoint.name
         self.model_path: Path = checkpoint.path

@@ -6,6 +6,7 @@ both directions keeps them apart. Its model code is transformers', unmodified.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from attnkit.errors import ModelError
 from attnkit.runner import hook
 from attnkit.runner.model import max_model_len_of, plan_key
 from attnkit.runner.takeover import explain_layers, left_alone_on_error, probe, set_attention
+from attnkit.selection import select
 
 _NUM_CHECKED_POSITIONS = 5
 
@@ -54,7 +56,7 @@ class EncoderModel:
         """
         self.model = model.eval()
         self.device = next(model.parameters()).device
-        self.max_model_len = max_model_len_of(model, max_model_len)
+        self.max_model_len = max_model_len_of(model.config, max_model_len)
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         _check_positions(model, min(_NUM_CHECKED_POSITIONS, self.max_model_len))
         with left_alone_on_error(model):
@@ -62,6 +64,7 @@ class EncoderModel:
             config = VllmConfig(
                 model_config=ModelConfig(dtype=facts[0].dtype, max_model_len=self.max_model_len)
             )
+            choose = functools.cache(select)
             self.layers = {
                 fact.name: hook.ModelLayer(
                     fact.num_heads,
@@ -79,6 +82,7 @@ class EncoderModel:
                     backend=backend,
                     layer_name=fact.name,
                     vllm_config=config,
+                    choose=choose,
                 )
                 for fact in facts
             }

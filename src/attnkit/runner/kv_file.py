@@ -28,6 +28,27 @@ class SafetensorsFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
+    def check_writable(self) -> None:
+        """Ask before the work is done whether `save` could write.
+
+        Raises:
+            CacheError: it could not.
+        """
+        folder = self.path.parent
+        if self.path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise CacheError(
+                f"{self.path} cannot be written: it needs a folder that is there and may be written "
+                "to; give a place that can"
+            )
+
+    def check_readable(self) -> None:
+        """Ask before a model is loaded whether there is such a file.
+
+        Raises:
+            CacheError: there is none, or it is no file of saved keys and values.
+        """
+        self._read(names=())
+
     def save(self, contents: PrefixContents) -> None:
         """Write the file, replacing what was there.
 
@@ -68,6 +89,15 @@ class SafetensorsFile:
         Raises:
             CacheError: there is no such file, it is damaged or of another format, model or shape.
         """
+        metadata, tensors = self._read(names=None)
+        contents = _parse(self.path, metadata, tensors)
+        check_fits(contents, wanted, str(self.path))
+        return contents
+
+    def _read(
+        self, names: tuple[str, ...] | None
+    ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+        """Metadata and some tensors, or all of them (None)."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -79,7 +109,8 @@ class SafetensorsFile:
                         f"(format {metadata.get('format')} instead of {FORMAT}); give one that "
                         "--kv-save or LLM.save_kv wrote"
                     )
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                wanted = file.keys() if names is None else names
+                return metadata, {name: file.get_tensor(name) for name in wanted}
         except OSError as error:
             raise CacheError(
                 f"{self.path} cannot be read: {error}; give a file that LLM.save_kv wrote"
@@ -88,9 +119,6 @@ class SafetensorsFile:
             raise CacheError(
                 f"{self.path} is no safetensors file, or damaged: {error}; save it again"
             ) from error
-        contents = _parse(self.path, metadata, tensors)
-        check_fits(contents, wanted, str(self.path))
-        return contents
 
 
 def _parse(

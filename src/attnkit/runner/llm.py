@@ -7,7 +7,7 @@ increments. What runs is decided here once: device, dtype, backend, pages; the s
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,6 +17,7 @@ import torch
 from attnkit.contract import AttentionBackend
 from attnkit.errors import CacheError, ConfigurationError, ModelError, RequestError
 from attnkit.kvcache.transfer import KVConnector
+from attnkit.runner.arguments import check_backend, check_counts, check_modes
 from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.encoder_decoder import PackedEncoderDecoder
 from attnkit.runner.engine import Engine, EngineStats, Entry
@@ -24,11 +25,12 @@ from attnkit.runner.fingerprint import model_fingerprint
 from attnkit.runner.graphs import capture_sizes, choose_recorder
 from attnkit.runner.interrupt import Interrupted, interrupts_after
 from attnkit.runner.linear import pack_linears
-from attnkit.runner.loading import load_model, load_tokenizer
+from attnkit.runner.loading import check_dtype_name, load_config, load_model, load_tokenizer
 from attnkit.runner.memory import choose_device, choose_num_blocks
-from attnkit.runner.model import PackedModel
+from attnkit.runner.model import PackedModel, max_model_len_of
 from attnkit.runner.output import RequestOutput, StreamOutput
 from attnkit.runner.sampling_params import SamplingParams
+from attnkit.runner.scheduler import check_budget
 from attnkit.runner.two_sides import is_encoder_decoder
 from attnkit.runner.weights import check_weights, quantize_linears
 
@@ -106,15 +108,34 @@ class LLM:
             BackendError: no such backend, or it cannot serve the model; with every reason.
             CacheError: the memory holds no page.
         """
-        if kv_connector and not enable_prefix_caching:
-            raise ConfigurationError(
-                "kv_connector finds and leaves prefixes in the prefix cache, which is switched off; "
-                "leave enable_prefix_caching on"
-            )
         where = choose_device(device)
+        check_modes(
+            where,
+            enable_prefix_caching=enable_prefix_caching,
+            kv_connector=kv_connector,
+            compile=compile,
+            cuda_graphs=cuda_graphs,
+            debug_poison=debug_poison,
+        )
+        check_counts(
+            block_size=block_size,
+            kv_cache_bytes=kv_cache_bytes,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            seed=seed,
+        )
+        check_dtype_name(dtype)
+        check_backend(backend, where, dtype, block_size=block_size, kv_connector=kv_connector)
+        tokens = max_num_batched_tokens
+        tokens = (2048 if where.type == "cpu" else 8192) if tokens is None else tokens
+        seqs = min(256, tokens) if max_num_seqs is None else max_num_seqs
+        check_budget(seqs, tokens)
         if weights is not None:
             check_weights(weights, where)
         checkpoint = resolve_checkpoint(model, notice)
+        max_model_len_of(load_config(checkpoint), max_model_len)
         self.name = checkpoint.name
         self.model_path: Path = checkpoint.path
         loaded, self.dtype = load_model(checkpoint, dtype, where)
@@ -128,9 +149,6 @@ class LLM:
                 None if self._fingerprint is None else f"{self._fingerprint} {weights}"
             )
         pack_linears(loaded)
-        tokens = max_num_batched_tokens
-        tokens = (2048 if where.type == "cpu" else 8192) if tokens is None else tokens
-        seqs = min(256, tokens) if max_num_seqs is None else max_num_seqs
         captures = where.type == "cuda" and cuda_graphs is not False
         packed_cls = PackedModel if self._decoder_start is None else PackedEncoderDecoder
         packed = packed_cls(
@@ -483,6 +501,8 @@ def _token_ids(value: int | Sequence[int] | None) -> set[int]:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts is {prompts!r}; give a text, token ids, or a list of such")
     many: list[Any] = list(prompts)
     if many and all(isinstance(p, int) for p in many):
         return [many]
@@ -496,6 +516,10 @@ def _params_for(
         given = SamplingParams()
     if isinstance(given, SamplingParams):
         return [given] * num_prompts
+    if not isinstance(given, Sequence) or not all(isinstance(p, SamplingParams) for p in given):
+        raise RequestError(
+            f"sampling_params is {given!r}; give SamplingParams, or one each in a list"
+        )
     if len(given) != num_prompts:
         raise RequestError(
             f"{num_prompts} prompts but {len(given)} sampling_params were given; give one, or one each"

@@ -44,6 +44,18 @@ def load_model(
     return _load(auto, kind, checkpoint, dtype, device)
 
 
+def check_dtype_name(dtype: str | torch.dtype) -> None:
+    """A dtype as `load_model` takes it.
+
+    Raises:
+        ConfigurationError: it is none that models run in.
+    """
+    if dtype != "auto" and dtype not in DTYPES and dtype not in DTYPES.values():
+        raise ConfigurationError(
+            f"dtype {dtype!r} is not known; use auto, {', '.join(DTYPES)} or a torch.dtype of these"
+        )
+
+
 def load_encoder(
     checkpoint: Checkpoint, dtype: str | torch.dtype, device: torch.device
 ) -> tuple[Any, torch.dtype]:
@@ -110,17 +122,10 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 
 
 def _dtype(checkpoint: Checkpoint, dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    if isinstance(dtype, str) and dtype != "auto":
-        if dtype not in DTYPES:
-            raise ConfigurationError(
-                f"dtype {dtype!r} is not known; use auto, {', '.join(DTYPES)} or a torch.dtype"
-            )
-        return DTYPES[dtype]
-    if isinstance(dtype, torch.dtype):
-        if dtype not in DTYPES.values():
-            raise ConfigurationError(f"dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
-        return dtype
-    config = _config(checkpoint)
+    check_dtype_name(dtype)
+    if dtype != "auto":
+        return dtype if isinstance(dtype, torch.dtype) else DTYPES[dtype]
+    config = load_config(checkpoint)
     own: Any = config.get_text_config().dtype or config.dtype
     if isinstance(own, str):
         own = DTYPES.get(own)
@@ -129,7 +134,12 @@ def _dtype(checkpoint: Checkpoint, dtype: str | torch.dtype, device: torch.devic
     return torch.float32
 
 
-def _config(checkpoint: Checkpoint) -> Any:
+def load_config(checkpoint: Checkpoint) -> Any:
+    """transformers' configuration of a checkpoint.
+
+    Raises:
+        ModelError: transformers cannot read it.
+    """
     import transformers
 
     try:
@@ -145,7 +155,7 @@ def _is_encoder_decoder(checkpoint: Checkpoint) -> bool:
     """Which of both it is; else what transformers would load in part, or not at all, is refused."""
     import transformers
 
-    config = _config(checkpoint)
+    config = load_config(checkpoint)
     if config.is_encoder_decoder:
         if hasattr(config, "relative_attention_num_buckets"):
             raise ModelError(

@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from attnkit.errors import ConfigurationError
+from attnkit.contract import DeviceCapability
 from attnkit.runner.model import PackedModel
 
 _CPU_CACHE_LIMIT = 4 << 30
@@ -19,20 +19,15 @@ _CUDA_CACHE_SHARE = 0.85
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
+    """The device that was asked for; None: a GPU if there is one.
+
+    Raises:
+        ConfigurationError: there is no such device.
+    """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigurationError(f"device {device!r} is not known; use cpu or cuda") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise ConfigurationError(f"device {device!r} is not supported; use cpu or cuda")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError(
-            f"device {device!r} was asked for but torch sees no GPU; use device='cpu', or install "
-            "torch with CUDA"
-        )
-    return chosen
+    DeviceCapability.of(device)
+    return torch.device(device)
 
 
 def choose_num_blocks(
@@ -43,10 +38,6 @@ def choose_num_blocks(
     max_num_batched_tokens: int,
 ) -> int:
     """Pages to allocate: as asked, else what the memory allows, but no more than could be used."""
-    if num_blocks is not None and kv_cache_bytes is not None:
-        raise ConfigurationError(
-            f"both num_blocks {num_blocks} and kv_cache_bytes {kv_cache_bytes} were given; give one"
-        )
     plan = packed.kv_plan
     if num_blocks is not None:
         return num_blocks

@@ -8,6 +8,7 @@ own and no cache.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,7 +51,7 @@ from attnkit.runner.takeover import (
     restore_attention,
     set_attention,
 )
-from attnkit.selection import resolve
+from attnkit.selection import Choose, find_named, select
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
@@ -104,10 +105,11 @@ class PackedModel:
         """
         self.model = model.eval()
         self.device = next(model.parameters()).device
-        self.max_model_len = max_model_len_of(model, max_model_len)
+        self.max_model_len = max_model_len_of(model.config, max_model_len)
         self.capture_sizes = tuple(capture_sizes)
         self._use_kv_connector = use_kv_connector
         self._is_compiled = False
+        self._choose: Choose = functools.cache(select)
         self._previous = attention_names(model)
         with left_alone_on_error(model):
             facts = self._probe()
@@ -305,6 +307,7 @@ class PackedModel:
                 block_size=block_size,
                 use_kv_connector=self._use_kv_connector,
                 vllm_config=config,
+                choose=self._choose,
             )
         if fact.attn_type is AttentionType.ENCODER_DECODER:
             # To the backend underneath it is a batch without causality.
@@ -346,6 +349,7 @@ class PackedModel:
             block_size=block_size,
             use_kv_connector=self._use_kv_connector,
             vllm_config=config,
+            choose=self._choose,
         )
 
 
@@ -400,7 +404,7 @@ def load_layer_facts(model: str | None, dtype: torch.dtype) -> tuple[LayerFacts,
         ModelError: it cannot be found, loaded or driven.
     """
     loaded, _ = load_model(resolve_checkpoint(model), dtype, torch.device("cpu"))
-    return probe(loaded.eval(), max_model_len_of(loaded, None))
+    return probe(loaded.eval(), max_model_len_of(loaded.config, None))
 
 
 _VALUE_GUARDS = frozenset({"CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH"})
@@ -424,19 +428,23 @@ def serves_latents(backend: str | type[AttentionBackend]) -> bool:
     Raises:
         BackendError: there is no such backend.
     """
-    if backend == "auto":
-        return True
-    return (resolve(backend) if isinstance(backend, str) else backend).is_mla()
+    named = find_named(backend, here=False)
+    return named is None or named.is_mla()
 
 
-def max_model_len_of(model: Any, given: int | None) -> int:
-    config = model.config.get_text_config()
-    own = next((n for name in _LENGTH_NAMES if (n := getattr(config, name, None))), None)
+def max_model_len_of(config: Any, given: int | None) -> int:
+    """The longest sequence: what was asked for, or what transformers' configuration of a model says.
+
+    Raises:
+        ConfigurationError: neither says it, or the model's is less.
+    """
+    text = config.get_text_config()
+    own = next((n for name in _LENGTH_NAMES if (n := getattr(text, name, None))), None)
     if given is None:
         if own is None:
             raise ConfigurationError(
-                f"the configuration of {type(model).__name__} does not say how long a sequence may "
-                "be; give max_model_len"
+                f"the configuration of {config.model_type} does not say how long a sequence may be; "
+                "give max_model_len"
             )
         return int(own)
     if given < 1 or (own is not None and given > own):

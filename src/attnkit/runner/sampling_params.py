@@ -7,9 +7,11 @@ engines share.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from attnkit.arguments import check_flags, is_count
 from attnkit.errors import RequestError
 
 _ABOVE_ZERO = math.ulp(0.0)
@@ -54,9 +56,10 @@ class SamplingParams:
         Raises:
             RequestError: a value is not allowed.
         """
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else self._many("stop", "strings")
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", self._many("stop_token_ids", "token ids"))
+        check_flags({"ignore_eos": self.ignore_eos}, error=RequestError)
         self._check_int("max_tokens", 1, "give at least 1")
         self._check_number("temperature", 0.0, math.inf, "give 0 for greedy choice, or more")
         self._check_number(
@@ -82,7 +85,7 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop {text!r} is not allowed; give non-empty strings")
         for token_id in self.stop_token_ids:
-            if not _is_int(token_id) or token_id < 0:
+            if not is_count(token_id) or token_id < 0:
                 raise RequestError(
                     f"stop_token_ids {token_id!r} is not allowed; give token ids >= 0"
                 )
@@ -92,9 +95,15 @@ class SamplingParams:
         """The likeliest token is always chosen; seed, top_p, top_k and min_p do not matter."""
         return self.temperature == 0
 
+    def _many(self, name: str, what: str) -> tuple[Any, ...]:
+        values = getattr(self, name)
+        if values is not None and (isinstance(values, str) or not isinstance(values, Iterable)):
+            raise RequestError(f"{name} {values!r} is not allowed; give a list of {what}")
+        return tuple(values or ())
+
     def _check_int(self, name: str, lowest: int, hint: str) -> None:
         value = getattr(self, name)
-        if not _is_int(value) or value < lowest:
+        if not is_count(value) or value < lowest:
             raise RequestError(f"{name} {value!r} is not allowed; {hint}")
 
     def _check_number(self, name: str, lowest: float, highest: float, hint: str) -> None:
@@ -102,7 +111,3 @@ class SamplingParams:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or not lowest <= value <= highest:
             raise RequestError(f"{name} {value!r} is not allowed; {hint}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -57,6 +57,20 @@ class SchedulerOutput:
     num_tokens: int
 
 
+def check_budget(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    """Refuse steps in which not every running request could decode.
+
+    Raises:
+        ConfigurationError: fewer tokens than requests.
+    """
+    if max_num_batched_tokens < max_num_seqs:
+        raise ConfigurationError(
+            f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs "
+            f"{max_num_seqs}, so not every request could decode in each step; raise the first or "
+            "lower the second"
+        )
+
+
 class Scheduler:
     """Continuous batching over one `BlockManager`.
 
@@ -96,12 +110,7 @@ class Scheduler:
         for name, value in bounds.items():
             if value < 1:
                 raise ConfigurationError(f"{name} {value} is not allowed; give at least 1")
-        if max_num_batched_tokens < max_num_seqs:
-            raise ConfigurationError(
-                f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs "
-                f"{max_num_seqs}, so not every request could decode in each step; raise the first or "
-                "lower the second"
-            )
+        check_budget(max_num_seqs, max_num_batched_tokens)
         self.manager = manager
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens

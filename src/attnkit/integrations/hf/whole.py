@@ -214,7 +214,7 @@ def _width(
 def _make_layer(call: AttentionCall) -> Attention:
     """The layer a call is of."""
     kind = type(call.module).__name__
-    longest = max_model_len_of(call.module, None)
+    longest = max_model_len_of(call.module.config, None)
     fact = layer_facts(kind, f"layer {getattr(call.module, 'layer_idx', '?')}", call, longest, {})
     if fact.attention_chunk_size is not None:
         raise ModelError(
