@@ -8,22 +8,22 @@ conformance kit checks each yes and each no. Backends over latents (MLA) have a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from attnkit.contract import (
     CACHE_DTYPES,
+    KNOWN_DEVICES,
     AttentionBackend,
     AttentionType,
-    DeviceCapability,
     FullAttentionSpec,
     MLADimensions,
     VllmConfig,
 )
 
-DEVICES = ("cpu", "sm_80", "sm_90", "sm_100")
-_HEAD_SIZES = range(8, 513, 8)
+_MOST = 1024
+"""Sizes are asked up to this one."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 FLAGS: dict[str, str] = {
@@ -43,7 +43,6 @@ FLAGS: dict[str, str] = {
     "KV connector": "supports_kv_connector",
     "DCP": "supports_dcp",
     "PCP": "supports_pcp",
-    "MLA": "is_mla",
     "sparse": "is_sparse",
 }
 """Row of the matrix -> the class method that answers it."""
@@ -60,56 +59,46 @@ MLA_FLAGS = (
 )
 """Rows of `FLAGS` that backends over latents answer."""
 
-_LATENTS = {
-    "512 + 64": MLADimensions(
-        kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
-    ),
-    "256 + 64": MLADimensions(
-        kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=128
-    ),
-    "256 + 32": MLADimensions(
-        kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64
-    ),
-}
-"""Latents of models: DeepSeek-V2 and V3 and most others; Mistral 4; MiniCPM3."""
-
 
 def mla_matrix(backends: dict[str, type[AttentionBackend]]) -> list[tuple[str, list[str]]]:
     """As `capability_matrix`, for backends over latents."""
     common = ("devices", "dtypes", "cache formats", "kernel block sizes", "layouts")
     wanted = (*common, *MLA_FLAGS, "graph capture")
     rows = [row for row in capability_matrix(backends) if row[0] in wanted]
-    rows.insert(
-        3,
-        (
-            "latents",
-            [
-                _list(
-                    name
-                    for name, d in _LATENTS.items()
-                    if c.supports_head_size(d.latent_size)
-                    and c.supports_mla_dimensions(d, "auto") is None
-                )
-                for c in backends.values()
-            ],
-        ),
-    )
+    classes = list(backends.values())
+    rows[3:3] = [
+        ("latents, 64 rotated beside", [_sizes(lambda n, c=c: _takes(c, n, 64)) for c in classes]),
+        ("rotated, beside 512", [_sizes(lambda n, c=c: _takes(c, 512, n)) for c in classes]),
+    ]
     return rows
+
+
+def _takes(backend: type[AttentionBackend], kv_lora_rank: int, qk_rope_head_dim: int) -> bool:
+    """Whether latents of such sizes work, with heads as DeepSeek-V3's."""
+    d = MLADimensions(
+        kv_lora_rank=kv_lora_rank,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=qk_rope_head_dim,
+        v_head_dim=128,
+    )
+    fits = backend.supports_head_size(d.latent_size)
+    return fits and backend.supports_mla_dimensions(d, "auto") is None
 
 
 def capability_matrix(
     backends: dict[str, type[AttentionBackend]],
 ) -> list[tuple[str, list[str]]]:
-    """Rows (feature, one answer per backend), in the order of `backends`."""
+    """Rows (feature, one answer per backend), in the order of `backends`; without features that none
+    of them has."""
     classes = list(backends.values())
     rows = [
-        ("devices", [_list(d for d in DEVICES if _runs_on(c, d)) for c in classes]),
+        ("devices", [_devices(c) for c in classes]),
         ("dtypes", [_list(_short(d) for d in _DTYPES if c.supports_dtype(d)) for c in classes]),
         (
             "cache formats",
             [_list(n for n in CACHE_DTYPES if c.supports_kv_cache_dtype(n)) for c in classes],
         ),
-        ("head sizes", [_head_sizes(c) for c in classes]),
+        ("head sizes", [_sizes(c.supports_head_size) for c in classes]),
         (
             "kernel block sizes",
             [_list(str(s) for s in c.get_supported_kernel_block_sizes()) for c in classes],
@@ -121,7 +110,10 @@ def capability_matrix(
         ),
         ("value head size apart", [_flag(c.supports_head_size_v(128, 64)) for c in classes]),
     ]
-    rows += [(row, [_flag(getattr(c, method)()) for c in classes]) for row, method in FLAGS.items()]
+    for row, method in FLAGS.items():
+        answers = [getattr(c, method)() for c in classes]
+        if any(answers):
+            rows.append((row, [_flag(answer) for answer in answers]))
     rows.append(("graph capture", [_graphs(c) for c in classes]))
     return rows
 
@@ -133,18 +125,19 @@ def matrix_markdown(names: Sequence[str], rows: Sequence[tuple[str, list[str]]])
     return "\n".join(lines) + "\n"
 
 
-def _runs_on(backend: type[AttentionBackend], device: str) -> bool:
-    return backend.supports_compute_capability(DeviceCapability.parse(device))
+def _devices(backend: type[AttentionBackend]) -> str:
+    return _list(str(d) for d in KNOWN_DEVICES if backend.supports_compute_capability(d))
 
 
-def _head_sizes(backend: type[AttentionBackend]) -> str:
-    able = [s for s in _HEAD_SIZES if backend.supports_head_size(s)]
-    if not able:
-        return "none"
-    whole = list(range(able[0], able[-1] + 1, 8))
-    if able == whole and len(able) > 3:
-        return f"{able[0]} to {able[-1]} in steps of 8"
-    return _list(str(s) for s in able)
+def _sizes(works: Callable[[int], bool]) -> str:
+    """Sizes that work, in words."""
+    able = [size for size in range(1, _MOST + 1) if works(size)]
+    if len(able) == _MOST:
+        return "any"
+    step = able[1] - able[0] if len(able) > 1 else 1
+    if len(able) > 3 and able == list(range(able[0], able[-1] + 1, step)):
+        return f"{able[0]} to {able[-1]} in steps of {step}"
+    return _list(str(size) for size in able)
 
 
 def _layouts(backend: type[AttentionBackend]) -> str:

@@ -36,7 +36,7 @@ from attnkit.contract.config import (
     max_decode_query_len,
     parallel_context,
 )
-from attnkit.contract.device import DeviceCapability
+from attnkit.contract.device import KNOWN_DEVICES, DeviceCapability
 from attnkit.contract.impl import (
     AttentionImpl,
     AttentionImplBase,
@@ -84,6 +84,7 @@ from attnkit.contract.variant import AttentionVariant
 __all__ = [
     "CACHE_DTYPES",
     "COMMON_METADATA_FIELDS",
+    "KNOWN_DEVICES",
     "AttentionBackend",
     "AttentionCGSupport",
     "AttentionImpl",

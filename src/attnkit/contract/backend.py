@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attnkit.contract.device import DeviceCapability
+from attnkit.contract.device import KNOWN_DEVICES, DeviceCapability
 from attnkit.contract.impl import AttentionImplBase
 from attnkit.contract.kv_cache_spec import AttentionSpec, KVCacheLayout, KVCacheSpec
 from attnkit.contract.metadata import AttentionMetadata
@@ -338,7 +338,7 @@ class AttentionBackend(ABC):
             "one K/V scale per head",
         )
         if not cls.supports_compute_capability(device_capability):
-            devices = [d for d in _DEVICES if cls.supports_compute_capability(d)]
+            devices = [d for d in KNOWN_DEVICES if cls.supports_compute_capability(d)]
             reasons.append(f"device {device_capability} is not supported ({_allowed(devices)})")
         if not cls.supports_attn_type(attn_type):
             types = [t.value for t in AttentionType if cls.supports_attn_type(t.value)]
@@ -481,9 +481,6 @@ class AttentionBackend(ABC):
 
 _HEADS = range(8, 513, 8)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_DEVICES = tuple(
-    map(DeviceCapability.parse, ("cpu", "sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"))
-)
 """What a refusal asks about to say what would be allowed, where the backend names no list."""
 
 

@@ -84,3 +84,9 @@ class DeviceCapability(NamedTuple):
     def to_int(self) -> int:
         """Major and minor as one number: 9.0 is 90."""
         return self.major * 10 + self.minor
+
+
+KNOWN_DEVICES = tuple(
+    map(DeviceCapability.parse, ("cpu", "sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"))
+)
+"""What refusals and the matrix ask about to say where a backend runs; others may work too."""
