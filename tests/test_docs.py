@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from attnkit.bench.presets import PRESETS, preset
 from attnkit.environment import ENVIRONMENT
 
 ROOT = Path(__file__).parents[1]
@@ -40,10 +41,17 @@ def _python_blocks(path: Path) -> list[str]:
 
 def test_the_readme_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ATTNKIT_BACKEND", raising=False)
-    blocks = _python_blocks(ROOT / "README.md")
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    for page in ("README.md", "docs/layers.md"):
+        blocks = _python_blocks(ROOT / page)
+        assert blocks
+        for block in blocks:
+            exec(compile(block, page, "exec"), {"__name__": "readme"})
+
+
+def test_every_group_of_the_bench_is_in_its_page() -> None:
+    page = (ROOT / "docs" / "bench.md").read_text()
+    groups = {group for name in PRESETS for group in preset(name)}
+    assert not [g for g in groups if f"`{g}`" not in page and f"| {g} |" not in page]
 
 
 def test_links_between_documents_lead_somewhere() -> None:

@@ -277,3 +277,10 @@ def test_the_command_line_saves_and_continues(tmp_path):
     two = CliRunner().invoke(app, ["generate", "a", "b", "--model", str(folder), "--kv-save", file])
     assert two.exit_code != 0
     assert "keeps one prompt" in str(two.exception)
+    missing = str(tmp_path / "nowhere" / "file")
+    for option, named in (("--kv-save", "cannot be written"), ("--kv-load", "cannot be read")):
+        refused = CliRunner().invoke(app, ["generate", "a", "--model", "no-model", option, missing])
+        assert named in str(refused.exception), "before a model is looked for"
+    short = ["a", *common[1:], "--kv-save", file, "--max-tokens", "2"]
+    refused = CliRunner().invoke(app, ["generate", *short])
+    assert "keeps whole pages of 16 tokens" in str(refused.exception)
