@@ -15,7 +15,7 @@ from rich.table import Table
 
 from attnkit.contract import AttentionBackend
 from attnkit.errors import BackendUnavailable
-from attnkit.matrix import capability_matrix, mla_matrix
+from attnkit.matrix import capability_matrix, matrix_markdown, mla_matrix
 from attnkit.selection import backend_names, resolve
 
 
@@ -50,7 +50,13 @@ def backends(
         typer.echo(json.dumps(cells, indent=2))
         return
     for kind, rows in tables:
-        table = Table("", *kind, row_styles=["", "dim"])
+        console = Console()
+        if not console.is_terminal:  # No width to fit into: nothing is cut for a file or a pipe.
+            typer.echo(matrix_markdown(list(kind), rows))
+            continue
+        table = Table(row_styles=["", "dim"])
+        for column in ("", *kind):
+            table.add_column(column, overflow="fold")
         for row, answers in rows:
             table.add_row(row, *answers)
-        Console().print(table)
+        console.print(table)
