@@ -499,7 +499,7 @@ def _token_ids(value: int | Sequence[int] | None) -> set[int]:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, Iterable):
         raise RequestError(f"prompts is {prompts!r}; give a text, token ids, or a list of such")
