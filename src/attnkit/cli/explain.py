@@ -80,7 +80,7 @@ def explain(
         raise ConfigurationError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
     here = device in (None, "cpu", "cuda")
     capability = _this_machine() if device is None else _capability(device)
-    features = {
+    features: dict[str, Any] = {
         "has_sliding_window": window or rswa,
         "use_rswa": rswa,
         "has_logits_soft_cap": softcap,
@@ -198,7 +198,7 @@ def _requests_of_model(
 
 
 def _describe(request: AttentionRequest) -> str:
-    features = {
+    features: dict[str, Any] = {
         "window": request.has_sliding_window and not request.use_rswa,
         "R-SWA": request.use_rswa,
         "soft cap": request.has_logits_soft_cap,
