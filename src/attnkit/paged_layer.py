@@ -399,6 +399,10 @@ class PagedLayer(nn.Module):
 
     def _heads(self, name: str, x: torch.Tensor, heads: int, size: int) -> torch.Tensor:
         """`x` as (num_tokens, heads, size)."""
+        if not isinstance(x, torch.Tensor):
+            raise BatchError(
+                f"{name} of layer {self.layer_name} is {type(x).__name__}; give a torch.Tensor"
+            )
         if x.dim() == 2 and x.shape[1] == heads * size:
             x = x.unflatten(1, (heads, size))
         if x.dim() != 3 or x.shape[1] != heads or x.shape[2] != size:

@@ -241,6 +241,9 @@ def test_the_same_round_trip_through_an_older_shape_and_the_logical_one() -> Non
     [
         ({"num_blocks": 1}, "1 blocks leave no page beside the null block"),
         ({"num_blocks": -3}, "-3 blocks"),
+        ({"num_blocks": 3.0}, "num_blocks 3.0 is not allowed"),
+        ({"kernel_block_size": 4.0}, "do not split into kernel blocks of 4.0"),
+        ({"specs": {"a": None}}, "give {layer name: layer.get_kv_cache_spec"),
         ({"layout": "HND"}, r"layout 'HND' is no KVCacheLayout; .*parse\('HND'\)"),
         ({"kv_cache_dtype": "fp8"}, "'fp8' was given, and the spec of layer a says torch.float32"),
         ({"specs": {}}, "at least one layer's spec"),

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from attnkit.arguments import is_count
 from attnkit.contract import (
     AttentionBackend,
     AttentionSpec,
@@ -68,8 +69,15 @@ class PagedKVCache:
                 layout that cannot hold the specs, or a format that they do not have.
             ConfigurationError: there is no such device.
         """
+        if not isinstance(specs, Mapping) or any(s is None for s in specs.values()):
+            raise CacheError(
+                f"specs is {specs!r}; give {{layer name: layer.get_kv_cache_spec()}} of layers that "
+                "keep something"
+            )
         if not specs:
             raise CacheError("a KV cache needs at least one layer's spec")
+        if not is_count(num_blocks):
+            raise CacheError(f"num_blocks {num_blocks!r} is not allowed; give a whole number")
         if num_blocks < 2:
             raise CacheError(
                 f"{num_blocks} blocks leave no page beside the null block; give at least 2"
@@ -124,6 +132,8 @@ class PagedKVCache:
         Raises:
             CacheError: the budget holds fewer than 2 blocks.
         """
+        if not is_count(num_bytes):
+            raise CacheError(f"num_bytes {num_bytes!r} is not allowed; give a whole number")
         alone = backends or {}
         per_block = block_bytes(specs, [[n for n in o if n not in alone] for o in overlays or ()])
         num_blocks = num_bytes // per_block
@@ -340,7 +350,7 @@ def _split(specs: Iterable[AttentionSpec], block_size: int, kernel_block_size: i
     """Kernel blocks per block, the same number for every layer."""
     if kernel_block_size is None:
         return 1
-    if kernel_block_size < 1 or block_size % kernel_block_size:
+    if not is_count(kernel_block_size) or kernel_block_size < 1 or block_size % kernel_block_size:
         raise CacheError(
             f"blocks of {block_size} tokens do not split into kernel blocks of {kernel_block_size}; "
             "give a divisor"

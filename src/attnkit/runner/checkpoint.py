@@ -82,6 +82,10 @@ def resolve_checkpoint(
     require_packages("transformers", "safetensors")
     if model is None:
         return _from_gguf(_default_gguf(), DEFAULT_MODEL, notice)
+    if not isinstance(model, (str, os.PathLike)):
+        raise ModelError(
+            f"model {model!r} is no name; give a Hugging Face directory or id, a .gguf file, or nothing"
+        )
     text = os.fspath(model)
     path = Path(text).expanduser()
     if path.is_dir():

@@ -50,7 +50,7 @@ def check_dtype_name(dtype: str | torch.dtype) -> None:
     Raises:
         ConfigurationError: it is none that models run in.
     """
-    if dtype != "auto" and dtype not in DTYPES and dtype not in DTYPES.values():
+    if dtype not in ("auto", *DTYPES, *DTYPES.values()):
         raise ConfigurationError(
             f"dtype {dtype!r} is not known; use auto, {', '.join(DTYPES)} or a torch.dtype of these"
         )
