@@ -127,8 +127,11 @@ def test_a_batch_that_is_not_causal_is_refused(
 ) -> None:
     install(monkeypatch, library())
     layer = Attention(2, 64, backend=backend, block_size=backend_pages(backend))
+    batch = make_batch([1], [1], [[1]], layer.block_size, causal=False)
+    with pytest.raises(BatchError, match="is for causal batches"):
+        layer.build(batch)
     with pytest.raises(BatchError, match="does causal batches only"):
-        layer.build(make_batch([1], [1], [[1]], layer.block_size, causal=False))
+        layer.make_builder(["a"]).build(0, batch)
 
 
 def backend_pages(backend: type[AttentionBackend]) -> int:

@@ -53,6 +53,7 @@ def _full() -> CommonAttentionMetadata:
         replayssm_decode_base_cpu=per_req(80),
         tree_mask=torch.arange(300, 300 + NUM_TOKENS),
         block_size=16,
+        freed_cpu=np.arange(90, 90 + 2 * PER_REQ).reshape(PER_REQ, 2),
     )
 
 

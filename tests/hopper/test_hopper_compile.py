@@ -16,7 +16,7 @@ from pathlib import Path
 import aot
 import pytest
 
-PYTHONS = {"this triton": sys.executable, "triton 3.6": os.environ.get("ATTNKIT_TRITON36")}
+PYTHONS = {"this triton": sys.executable, "triton 3.6": os.environ.get("ATTNKIT_TRITON36") or None}
 
 
 @pytest.mark.parametrize("which", PYTHONS)

@@ -249,7 +249,7 @@ def test_backends_for_latents_are_named_with_what_vllm_does_then(vllm):
         ({"attn_type": "encoder_decoder"}, "decoder and encoder_only layers, not encoder_decoder"),
         ({"kv_cache_dtype": "nvfp4", "head_size": 16}, "caches of auto"),
         ({"chunk_lookback": 3}, "chunk_lookback is not known"),
-        ({"head_size": 0}, "head size 0"),
+        ({"head_size": 72}, "head size 72"),
     ],
 )
 def test_a_layer_that_cannot_be_served_is_refused_when_it_is_made(vllm, given, message):

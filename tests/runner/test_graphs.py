@@ -129,7 +129,7 @@ def test_why_there_are_no_graphs(tmp_path) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         choose_recorder(packed, True)
     folder = tiny_models.save_model(tmp_path, tokenizer=False)
-    with pytest.raises(ConfigurationError, match="the model runs on cpu"):
+    with pytest.raises(ConfigurationError, match="the model would run on cpu"):
         LLM(folder, device="cpu", cuda_graphs=True)
 
 

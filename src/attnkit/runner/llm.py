@@ -25,7 +25,13 @@ from attnkit.runner.fingerprint import model_fingerprint
 from attnkit.runner.graphs import capture_sizes, choose_recorder
 from attnkit.runner.interrupt import Interrupted, interrupts_after
 from attnkit.runner.linear import pack_linears
-from attnkit.runner.loading import check_dtype_name, load_config, load_model, load_tokenizer
+from attnkit.runner.loading import (
+    check_dtype_name,
+    load_config,
+    load_model,
+    load_tokenizer,
+    reads_two_texts,
+)
 from attnkit.runner.memory import choose_device, choose_num_blocks
 from attnkit.runner.model import PackedModel, max_model_len_of
 from attnkit.runner.output import RequestOutput, StreamOutput
@@ -135,6 +141,8 @@ class LLM:
         if weights is not None:
             check_weights(weights, where)
         checkpoint = resolve_checkpoint(model, notice)
+        # Refuses models that cannot be run, before any other word of them.
+        reads_two_texts(checkpoint)
         max_model_len_of(load_config(checkpoint), max_model_len)
         self.name = checkpoint.name
         self.model_path: Path = checkpoint.path

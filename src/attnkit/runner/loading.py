@@ -37,7 +37,7 @@ def load_model(
     """
     import transformers
 
-    if _is_encoder_decoder(checkpoint):
+    if reads_two_texts(checkpoint):
         auto, kind = transformers.AutoModelForSeq2SeqLM, "an encoder-decoder"
     else:
         auto, kind = transformers.AutoModelForCausalLM, "a causal language model"
@@ -151,8 +151,12 @@ def load_config(checkpoint: Checkpoint) -> Any:
         ) from error
 
 
-def _is_encoder_decoder(checkpoint: Checkpoint) -> bool:
-    """Which of both it is; else what transformers would load in part, or not at all, is refused."""
+def reads_two_texts(checkpoint: Checkpoint) -> bool:
+    """Whether it is an encoder-decoder from text to text, and not a decoder.
+
+    Raises:
+        ModelError: it is neither, so that transformers would load it in part, or not at all.
+    """
     import transformers
 
     config = load_config(checkpoint)
