@@ -6,6 +6,7 @@ an assertion, and would be a wrong token. `generate` gives the right tokens with
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
@@ -21,7 +22,8 @@ EOS = 7
 
 def histories(token_ids: Sequence[int], extra_keys: tuple[Hashable, ...] = ()) -> list[int]:
     """For each token, a number that depends on it, all before it and the extra keys."""
-    found, state = [], hash(("root", extra_keys))
+    # Not `hash`: that of a string differs from process to process.
+    found, state = [], zlib.crc32(repr(extra_keys).encode())
     for token_id in token_ids:
         state = hash((state, token_id))
         found.append(state)
