@@ -24,6 +24,7 @@ from attnkit.contract import (
     AttentionSpec,
     AttentionType,
     CommonAttentionMetadata,
+    CommonMetadataBuilder,
     VllmConfig,
 )
 from attnkit.errors import BatchError, ConfigurationError, UnsupportedConfiguration
@@ -227,9 +228,8 @@ class PagedLayer(nn.Module):
             start, end = batch.freed_cpu[row].tolist()
             if start == end or not query_lens[row]:
                 continue
-            position = (
-                seq_lens[row] - query_lens[row]
-            )  # Of the first query, which looks back furthest.
+            # Of the first query, which looks back furthest.
+            position = seq_lens[row] - query_lens[row]
             if end > self._first_seen(batch, row, position) or start < self._prefix(batch, row):
                 raise BatchError(
                     f"request {row} has the null block for positions {start} to {end - 1}, and layer "
@@ -329,7 +329,9 @@ class PagedLayer(nn.Module):
         try:
             self._run(query, key, value, output, lse, kv_cache, plan, *scales)
         except AttributeError as error:
-            if not isinstance(plan, CommonAttentionMetadata):
+            # Of some backends the batch is the plan: the fault is then their own.
+            own = issubclass(self.backend.get_builder_cls(), CommonMetadataBuilder)
+            if own or not isinstance(plan, CommonAttentionMetadata):
                 raise
             raise BatchError(
                 f"layer {self.layer_name} got a batch as its plan; pass layer.build(batch)"

@@ -7,7 +7,6 @@ wrong costs its own rows and nothing else.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -89,8 +88,6 @@ def run(
         progress(workload.name)
         rows = _measure(group, workload, contenders, device, effort, progress)
         yield with_ratios([_rated(row, workload, ceilings) for row in rows])
-        # Tensors of rivals hang in cycles of their own, and the next workload needs the memory.
-        gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

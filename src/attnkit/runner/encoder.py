@@ -17,7 +17,7 @@ from attnkit.compiled import forward_context
 from attnkit.contract import AttentionBackend, AttentionType, ModelConfig, VllmConfig
 from attnkit.errors import ModelError
 from attnkit.runner import hook
-from attnkit.runner.model import max_model_len_of, plan_key
+from attnkit.runner.model import builders_of, max_model_len_of
 from attnkit.runner.takeover import explain_layers, left_alone_on_error, probe, set_attention
 from attnkit.selection import select
 
@@ -89,12 +89,7 @@ class EncoderModel:
             set_attention(model, hook.RUN)
         for fact in facts:
             hook.attach(fact.module, self.layers[fact.name])
-        groups: dict[tuple[Any, ...], list[str]] = {}
-        for name, layer in self.layers.items():
-            groups.setdefault(plan_key(layer), []).append(name)
-        self._builders = [
-            (names, self.layers[names[0]].make_builder(names)) for names in groups.values()
-        ]
+        self._builders = builders_of(self.layers)
 
     def explain(self) -> str:
         """Which backend runs which layers, and why not the others."""

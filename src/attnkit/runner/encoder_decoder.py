@@ -16,7 +16,6 @@ import torch
 from attnkit.compiled import forward_context
 from attnkit.contract import (
     AttentionBackend,
-    AttentionMetadataBuilder,
     AttentionSpec,
     AttentionType,
     CrossAttentionSpec,
@@ -25,7 +24,7 @@ from attnkit.contract import (
 from attnkit.kvcache.pool import PagedKVCache
 from attnkit.runner import hook, two_sides
 from attnkit.runner.discovery import LayerFacts
-from attnkit.runner.model import PackedModel, plan_key
+from attnkit.runner.model import PackedModel, builders_of
 from attnkit.runner.step import StepInputs
 from attnkit.runner.takeover import probe
 
@@ -73,12 +72,7 @@ class PackedEncoderDecoder(PackedModel):
             fact.name: self._layer(fact, backend, self.block_size, config)
             for fact in self._encoder_facts
         }
-        groups: dict[tuple[Any, ...], list[str]] = {}
-        for name, layer in self.encoder_layers.items():
-            groups.setdefault(plan_key(layer), []).append(name)
-        self._encoder_builders: list[tuple[list[str], AttentionMetadataBuilder[Any]]] = [
-            (names, self.encoder_layers[names[0]].make_builder(names)) for names in groups.values()
-        ]
+        self._encoder_builders = builders_of(self.encoder_layers)
 
     def _cache_spec(
         self, layer: hook.ModelLayer | hook.ModelLatentLayer, block_size: int

@@ -22,6 +22,7 @@ from attnkit.compiled import forward_context
 from attnkit.contract import (
     AttentionBackend,
     AttentionCGSupport,
+    AttentionMetadataBuilder,
     AttentionSpec,
     AttentionType,
     CacheConfig,
@@ -506,3 +507,13 @@ def plan_key(layer: PagedLayer) -> tuple[Any, ...]:
         layer.sliding_window,
         layer.attention_chunk_size,
     )
+
+
+def builders_of(
+    layers: Mapping[str, PagedLayer],
+) -> list[tuple[list[str], AttentionMetadataBuilder[Any]]]:
+    """Layers that keep nothing, by name: those that can share a plan, and who makes it."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, layer in layers.items():
+        groups.setdefault(plan_key(layer), []).append(name)
+    return [(names, layers[names[0]].make_builder(names)) for names in groups.values()]

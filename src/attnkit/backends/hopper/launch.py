@@ -400,14 +400,20 @@ def unpack_call(
     )
 
 
+def can_copy(x: torch.Tensor) -> bool:
+    """Whether the copy engine can read `x` in boxes."""
+    unit = 16 // x.element_size()
+    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    return fits and not any(s % unit for s in x.stride()[:-1])
+
+
 def check_strides(name: str, x: torch.Tensor, error: type[AttnkitError]) -> None:
     """Whether the copy engine can read `x`.
 
     Raises:
         error: its address or a stride is no multiple of 16 bytes, or the last stride is not 1.
     """
-    unit = 16 // x.element_size()
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(s % unit for s in x.stride()[:-1]):
+    if can_copy(x):
         return
     raise error(
         f"{name} has strides {tuple(x.stride())} of {x.element_size()} bytes at address "

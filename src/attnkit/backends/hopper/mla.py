@@ -119,7 +119,7 @@ class HopperMLAImpl(TritonMLAImpl):
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # Here, so that the class can be asked questions where Triton is not installed.
-        from attnkit.backends.hopper import latent_launch
+        from attnkit.backends.hopper import latent_launch, launch
 
         plan = attn_metadata.decode
         assert plan is not None, "a batch without decodes has no rows to serve"
@@ -128,6 +128,7 @@ class HopperMLAImpl(TritonMLAImpl):
         scale = self.scale
         if scale <= 0:  # The kernel applies it after the maximum.
             query, rope, scale = query * scale, rope * scale, 1.0
+        query, rope = (x if launch.can_copy(x) else x.contiguous() for x in (query, rope))
         # A replayed batch may have fewer rows: theirs are not written, and somebody may look.
         captured = attn_metadata.is_captured
         output = query.new_zeros(query.shape) if captured else query.new_empty(query.shape)
@@ -135,8 +136,8 @@ class HopperMLAImpl(TritonMLAImpl):
         if self.need_to_return_lse_for_decode:
             lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
         operands = latent_launch.LatentOperands(
-            query=_boxed(query),
-            query_rope=_boxed(rope),
+            query=query,
+            query_rope=rope,
             cache=kv_c_and_k_pe_cache,
             output=output,
             lse=lse,
@@ -149,10 +150,3 @@ class HopperMLAImpl(TritonMLAImpl):
         latent_launch.latent_decode_call(operands, work, config).launch()
         latent_launch.fold_latents_call(operands, work, config).launch()
         return output, lse
-
-
-def _boxed(x: torch.Tensor) -> torch.Tensor:
-    """`x` as the copy engine can read it: copied if an address or stride is no multiple of 16 bytes."""
-    unit = 16 // x.element_size()
-    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
-    return x if fits and not any(s % unit for s in x.stride()[:-1]) else x.contiguous()
