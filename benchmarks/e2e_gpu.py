@@ -94,6 +94,7 @@ class RunnerEngine:
         *,
         graphs: bool,
         block_size: int | None,
+        compiled: bool = False,
     ) -> None:
         assert workload.num_prompt_tokens is not None
         length = workload.num_prompt_tokens + workload.num_tokens
@@ -116,18 +117,27 @@ class RunnerEngine:
             recorder=recorder,
             graphs_required=graphs,
         )
+        self._call = None
+        if compiled:
+            self.packed.compile()
+            # The model is everybody's; compiled is what it does for this engine alone.
+            self._call, model._compiled_call_impl = model._compiled_call_impl, None
         self.packed.release()
-        self.name = f"attnkit {backend}{' graphs' if graphs else ''}"
+        modes = " graphs" * graphs + " compiled" * compiled
+        self.name = f"attnkit {backend}{modes}"
         chosen = "+".join(sorted({la.selection.name for la in self.packed.layers.values()}))
+        self.backend = backend
         self.note = f"backend {chosen}, pages of {self.packed.block_size}"
 
     @contextmanager
     def attached(self) -> Iterator[Engine]:
         """The model is ours inside."""
         self.packed.attach()
+        self.packed.model._compiled_call_impl = self._call
         try:
             yield self.engine
         finally:
+            self.packed.model._compiled_call_impl = None
             self.packed.release()
 
     def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
@@ -301,6 +311,14 @@ def main() -> None:
         for backend in options.backend or (["hopper", "triton"] if on_gpu else ["cpu"])
         for graphs in ((False, True) if on_gpu and not options.no_graphs else (False,))
     ]
+    if options.compile:
+        # One only: what torch.compile keeps of a model's code holds the layers it was traced with.
+        name = ours[0].backend
+        ours.append(
+            RunnerEngine(
+                model, name, workload, graphs=on_gpu, block_size=options.block_size, compiled=True
+            )
+        )
     rivals: list[TextEngine] = []
     if "generate" in options.rivals:
         rivals.append(TransformersEngine(model))
@@ -343,6 +361,9 @@ def _parser() -> argparse.ArgumentParser:
         help="of attnkit; several times (hopper, triton; on a CPU cpu)",
     )
     made.add_argument("--no-graphs", action="store_true", help="attnkit without CUDA graphs alone")
+    made.add_argument(
+        "--compile", action="store_true", help="the first backend also with torch.compile"
+    )
     made.add_argument(
         "--rivals",
         nargs="*",

@@ -1,6 +1,8 @@
-"""The kernels over latents on a card, beside FlashMLA, FlashInfer and Triton kernels, in turns.
+"""The kernels over latents on a card, beside FlashMLA, FlashInfer, FlashAttention-3 and Triton kernels.
 
     python benchmarks/hopper_mla.py --json out.json [--peers .peers] [--only H16]
+
+Decodes over latents, and prompts whose latents are expanded to heads of 192 and values of 128.
 
 Every contender's output is compared with float32 attention of one request before it is timed, with a
 cold L2 and as a replayed graph. Work is planned once a step for all layers, so no plan is timed.
@@ -21,10 +23,16 @@ from hopper_check import Clock
 
 from attnkit.backends.hopper import latent_launch, launch, mla_plan
 from attnkit.backends.hopper.config import LatentConfig
+from attnkit.backends.hopper.mla_prefill import HopperMLAPrefill
 from attnkit.backends.hopper.tuning import latent_config
-from attnkit.mla.plan import DecodePart
+from attnkit.backends.triton.mla_prefill import TritonMLAPrefill
+from attnkit.contract import MLADimensions
+from attnkit.mla.plan import DecodePart, PrefillPart
 
 DEVICE = torch.device("cuda")
+DIMENSIONS = MLADimensions(
+    kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+)
 SCALE = 192**-0.5
 
 
@@ -148,15 +156,13 @@ def triton_mla(s: Shape, t: dict[str, torch.Tensor]) -> Callable[[], torch.Tenso
     from attnkit.backends.triton.configs import mla_decode_config
     from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages
     from attnkit.backends.triton.operands import Parts
-    from attnkit.contract import MLADimensions
     from attnkit.kvcache.formats import latent_format
 
     gpu = triton_launch.gpu_of(DEVICE)
-    d = MLADimensions(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     one = torch.ones(1, device=DEVICE)
     operands = LatentOperands(
         query=t["q"],
-        pages=LatentPages.of(t["cache"], latent_format("auto"), d, one, has_e4m3=True),
+        pages=LatentPages.of(t["cache"], latent_format("auto"), DIMENSIONS, one, has_e4m3=True),
         output=t["q"].new_empty(*t["q"].shape[:2], 512),
         lse=None,
         query_start_loc=t["starts"],
@@ -263,6 +269,141 @@ def right(s: Shape, t: dict[str, torch.Tensor], run: Callable[[], Any]) -> float
     return max(errors)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Prompts of one length, whose tokens attend to themselves."""
+
+    num_reqs: int
+    length: int
+    num_heads: int
+
+    @property
+    def name(self) -> str:
+        return f"prompts B{self.num_reqs} S{self.length} H{self.num_heads}"
+
+    @property
+    def flops(self) -> float:
+        return 1.0 * self.num_reqs * self.num_heads * self.length**2 * (192 + 128)
+
+
+PROMPTS = (
+    Prompts(num_reqs=1, length=8192, num_heads=128),
+    Prompts(num_reqs=1, length=8192, num_heads=16),
+    Prompts(num_reqs=8, length=1024, num_heads=128),
+    Prompts(num_reqs=1, length=32768, num_heads=16),
+)
+
+
+class InTurns(HopperMLAPrefill):
+    """Ours with consumers that issue their products in turns."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "hopper, in turns,"
+
+    def _config(self) -> Any:
+        return replace(super()._config(), turns=True)
+
+
+class Short(HopperMLAPrefill):
+    """Ours with tiles of 64 keys."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "hopper, 64 keys,"
+
+    def _config(self) -> Any:
+        return replace(super()._config(), block_n=64, rows=64, page_size=64, stages=4)
+
+
+def race_prompts(clock: Clock, p: Prompts, peers: Any, errors: dict[str, float]) -> None:
+    """Ours as its layer calls it, the work shared out by an earlier layer; the rivals over the same."""
+    torch.manual_seed(0)
+    new = {"device": DEVICE, "dtype": torch.bfloat16}
+    total = p.num_reqs * p.length
+    q, k = (torch.randn(total, p.num_heads, 192, **new) for _ in range(2))
+    # Values as they come out of the projection, beside the keys' columns.
+    v = torch.randn(total, p.num_heads, 256, **new)[..., 128:]
+    starts = torch.arange(p.num_reqs + 1, dtype=torch.int32) * p.length
+    plan = PrefillPart(
+        num_tokens=total,
+        query_start_loc=starts.to(DEVICE),
+        max_query_len=p.length,
+        own_rows=None,
+        chunks=(),
+        query_start_loc_cpu=starts.numpy().astype("int64"),
+    )
+    contenders: dict[str, Callable[[], torch.Tensor]] = {}
+    for backend in (HopperMLAPrefill, TritonMLAPrefill, InTurns, Short):
+        output = torch.full((total, p.num_heads, 128), float("nan"), **new)
+        lse = torch.empty(total, p.num_heads, device=DEVICE)
+        made = backend(p.num_heads, SCALE, DIMENSIONS)
+
+        def run(made: Any = made, output: Any = output, lse: Any = lse) -> torch.Tensor:
+            made.run_prefill_new_tokens(q, k, v, plan, output, lse)
+            return output
+
+        contenders[f"{backend.get_name()} prefill"] = run
+    cu = plan.query_start_loc
+    if peers is not None and peers.FA3:
+        contenders["FlashAttention-3"] = lambda: peers.FA3(
+            q,
+            k,
+            v,
+            p.length,
+            cu,
+            p.length,
+            cu_seqlens_k=cu,
+            softmax_scale=SCALE,
+            causal=True,
+            fa_version=3,
+        )
+    if peers is not None and peers.FI:
+        space = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
+        wrapper = peers.FI.BatchPrefillWithRaggedKVCacheWrapper(space, "NHD", backend="fa3")
+        wrapper.plan(
+            cu,
+            cu,
+            p.num_heads,
+            p.num_heads,
+            192,
+            head_dim_vo=128,
+            causal=True,
+            sm_scale=SCALE,
+            q_data_type=torch.bfloat16,
+        )
+        contenders["FlashInfer"] = lambda: wrapper.run(q, k, v)
+    head, rows = p.num_heads - 1, min(p.length, 1024)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q[:rows, head][None, None].float(),
+        k[:rows, head][None, None].float(),
+        v[:rows, head][None, None].float(),
+        is_causal=True,
+        scale=SCALE,
+    )[0, 0]
+    tail = slice(total - 16, total)
+    scores = q[tail, head].float() @ k[total - p.length :, head].float().T * SCALE
+    unseen = torch.ones_like(scores, dtype=torch.bool).triu(p.length - 15)
+    last = scores.masked_fill(unseen, float("-inf")).softmax(-1)
+    last = last @ v[total - p.length :, head].float()
+    good = {}
+    for who, run in contenders.items():
+        try:
+            out = run()
+            pairs = ((out[:rows, head].float(), want), (out[tail, head].float(), last))
+            error = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+        except Exception as failure:  # noqa: BLE001 (one must not stop the others)
+            print(p.name, who, repr(failure)[:300], flush=True)
+            continue
+        errors[f"{p.name} {who}"] = error
+        if error < 2e-2:
+            good[who] = run
+        else:
+            print(f"{p.name} {who}: wrong by {error}", flush=True)
+    clock.race(p.name, good, flops=p.flops)
+    torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", required=True)
@@ -282,6 +423,8 @@ def main() -> None:
     clock = Clock()
     errors: dict[str, float] = {}
     try:
+        for p in (p for p in PROMPTS if options.only in p.name):
+            race_prompts(clock, p, peers, errors)
         for s in (s for s in SHAPES if options.only in s.name):
             t = tensors(s)
             mine = ours(s, t)
@@ -321,7 +464,8 @@ def main() -> None:
         }
         with open(options.json, "w") as file:
             json.dump(record, file, indent=1)
-    mine = {r["case"] + str(r["graph"]): r for r in clock.rows if r["who"] == "hopper_mla"}
+    own_names = ("hopper_mla", "hopper prefill")
+    mine = {r["case"] + str(r.get("graph")): r for r in clock.rows if r["who"] in own_names}
     for r in clock.rows:
         own = mine.get(r["case"] + str(r.get("graph")))
         if own and r.get("ms") and r is not own:

@@ -74,10 +74,12 @@ def signature(arg_names: list[str], config: Any, dtype: str) -> dict[str, str]:
             types_of[name] = descriptor(rows // config.pack, 1, config.pack, 64)
         elif name in ("k_desc", "v_desc", "c_desc"):
             box = (1, 1, config.rows, config.strip)
+            if getattr(config, "ragged", False):
+                box = (config.rows, 1, 1, config.strip)
             coded = {"element": "u8", "bits": 8} if config.element_bytes == 1 else {}
             types_of[name] = descriptor(*box, **coded)
         elif name == "out_ptr":
-            types_of[name] = f"*{dtype}"
+            types_of[name] = "*fp32" if getattr(config, "ragged", False) else f"*{dtype}"
         elif name in _POINTERS:
             types_of[name] = _POINTERS[name]
         elif name.endswith("_ptr"):
@@ -243,6 +245,8 @@ def variants(everything: bool) -> Iterator[tuple[str, str, Any, str]]:
                 config = make(head_size, group, page, score)
                 assert config.rows == math.gcd(page, config.block_n)
                 yield f"{kernel} D{head_size} {name}", kernel, config, dtype
+    config = prefill_config(192, 1, None, ScoreConfig(lse=True), value_size=128)
+    yield "prefill D192 of values of 128", "prefill", config, "bf16"
     shapes = [(128, 64, "bf16", True), (16, 64, "bf16", False)]
     if everything:
         shapes += [(8, 16, "fp16", True), (96, 32, "bf16", False), (64, 128, "bf16", False)]

@@ -205,19 +205,19 @@ def test_counters_are_left_zero(emulated: type[HopperBackend]) -> None:
 FAULTS: dict[str, tuple[str, str, str]] = {
     "tail is not zeroed": (
         "prefill",
-        "zero_past_end(v_boxes, slot, tile, num_keys, CONFIG)",
+        "zero_past_end(v_rows, slot, tile, num_keys, VALUES)",
         "pass",
     ),
     "window edge is not zeroed": (
         "prefill",
-        "zero_before_window(v_boxes, slot, first_tile, first_key, CONFIG)",
+        "zero_before_window(v_rows, slot, first_tile, first_key, VALUES)",
         "pass",
     ),
     "Q is overwritten early": ("prefill", "pred=i > first,", "pred=False,"),
     "K is released before it is read": (
         "prefill",
-        "    take_turn(step, ME, CONFIG)\n    s = gl.zeros([64, BLOCK_N]",
-        "    mbarrier.arrive(empty.index(slot), count=1)\n    s = gl.zeros([64, BLOCK_N]",
+        "    take_turn(step, ME, CONFIG)\n    s = start_scores(",
+        "    mbarrier.arrive(empty.index(slot), count=1)\n    s = start_scores(",
     ),
     "decode tail is not zeroed": (
         "decode",

@@ -49,7 +49,9 @@ def test_auto_is_the_backends_own_and_tells_of_the_others() -> None:
 
 
 def test_a_named_one_runs_or_says_why_not() -> None:
-    with pytest.raises(UnknownBackend, match="'cutlass'; use auto, triton, cpu, torch, reference"):
+    with pytest.raises(
+        UnknownBackend, match="'cutlass'; use auto, hopper, triton, cpu, torch, reference"
+    ):
         layer("cutlass")
 
     class Choosy(MLAPrefillBackend):

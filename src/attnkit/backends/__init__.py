@@ -25,6 +25,7 @@ MLA_BACKENDS: dict[str, str] = {
 }
 
 MLA_PREFILL_BACKENDS: dict[str, str] = {
+    "hopper": "attnkit.backends.hopper.mla_prefill:HopperMLAPrefill",
     "triton": "attnkit.backends.triton.mla_prefill:TritonMLAPrefill",
     "cpu": "attnkit.backends.cpu.mla_prefill:CpuMLAPrefill",
     "torch": "attnkit.backends.torch_mla_prefill:TorchMLAPrefill",

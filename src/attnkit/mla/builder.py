@@ -127,9 +127,10 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             max_query_len=int(own_lens.max()),
             own_rows=None if part_rows is None else moved[part_rows],
             chunks=tuple(
-                _chunk(spans, starts, [moved[part] for part in parts[i]], table)
+                _chunk(sketches[i], spans, starts, [moved[part] for part in parts[i]], table)
                 for i, spans in enumerate(chunks)
             ),
+            query_start_loc_cpu=own_starts,
         )
 
 
@@ -158,7 +159,11 @@ def _sketch(spans: list[Span], starts: np.ndarray) -> list[np.ndarray]:
 
 
 def _chunk(
-    spans: list[Span], starts: np.ndarray, arrays: list[torch.Tensor], table: torch.Tensor
+    sketch: list[np.ndarray],
+    spans: list[Span],
+    starts: np.ndarray,
+    arrays: list[torch.Tensor],
+    table: torch.Tensor,
 ) -> ContextChunk:
     first, end = spans[0].request, spans[-1].request + 1
     query_start_loc, kv_lens, block_table, requests, columns = arrays
@@ -170,4 +175,6 @@ def _chunk(
         pages=table[requests.long(), columns.long()].long(),
         max_query_len=int(np.diff(starts[first : end + 1]).max()),
         max_kv_len=max(span.num_tokens for span in spans),
+        query_start_loc_cpu=sketch[0],
+        kv_lens_cpu=sketch[1],
     )

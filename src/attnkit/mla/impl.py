@@ -33,7 +33,7 @@ class LatentImpl(MLAAttentionImpl[M]):
     supports_pcp = False
 
     prefill_cls: ClassVar[type[MLAPrefillBackend]]
-    """Attends for prefills unless the layer is told otherwise."""
+    """Attends for prefills of every size that the backend takes."""
 
     @staticmethod
     @abstractmethod
@@ -76,8 +76,12 @@ class LatentImpl(MLAAttentionImpl[M]):
             v_head_dim=v_head_dim,
             kv_b_proj=kv_b_proj,
         )
-        self.prefill_backend = self.prefill_cls(num_heads, scale, self.layer.dimensions)
+        self.prefill_backend = self.own_prefill()(num_heads, scale, self.layer.dimensions)
         self.prepare_layer()
+
+    def own_prefill(self) -> type[MLAPrefillBackend]:
+        """Who attends for the prefills of `layer` unless it is told otherwise."""
+        return self.prefill_cls
 
     def prepare_layer(self) -> None:
         """Make once, from `layer`, what the backend's kernels want; the last step of construction."""

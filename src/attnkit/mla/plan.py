@@ -7,7 +7,8 @@ keys and values of all heads, its block table counts them from 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,9 @@ class ContextChunk:
         pages: int64 (num_pages,): block ids in the cache.
         max_query_len: no request has more queries.
         max_kv_len: no request has more tokens in this chunk.
+        query_start_loc_cpu, kv_lens_cpu: int64, the same on the host.
+        shared: what a prefill backend worked out for a chunk, for the step's other layers; it chooses
+            the keys.
     """
 
     rows: slice
@@ -53,6 +57,9 @@ class ContextChunk:
     pages: torch.Tensor
     max_query_len: int
     max_kv_len: int
+    query_start_loc_cpu: np.ndarray
+    kv_lens_cpu: np.ndarray
+    shared: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,6 +73,8 @@ class PrefillPart:
         own_rows: int64: which of the T rows those tokens are; None: all. Tokens before the first
             position of their sequence (drafts longer than it) are not: they see nothing.
         chunks: the context, in order.
+        query_start_loc_cpu: int64 (n + 1,), the same on the host.
+        shared: as in a chunk, of the tokens themselves.
     """
 
     num_tokens: int
@@ -73,6 +82,8 @@ class PrefillPart:
     max_query_len: int
     own_rows: torch.Tensor | None
     chunks: tuple[ContextChunk, ...]
+    query_start_loc_cpu: np.ndarray
+    shared: dict[Any, Any] = field(default_factory=dict)
 
 
 # Neither frozen nor with slots: engines' wrappers subclass plans and assign their slot_mapping.

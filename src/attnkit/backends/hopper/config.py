@@ -75,14 +75,30 @@ class PrefillConfig(KernelConfig):
     """What the prefill kernel is compiled for.
 
     Attributes:
+        head_size: of queries and keys: 64, 128, 192 or 256.
+        value_size: of values and outputs, a power of two.
+        ragged: a request's keys lie one after the other from some row on; there are no pages.
         num_consumers: warpgroups that attend, of 64 rows each.
         q_stages: row tiles of Q in a ring, 1 or 2; with 2 the next one's Q is there when it begins.
         turns: consumers issue their products one after the other.
     """
 
+    value_size: int
+    ragged: bool
     num_consumers: int
     q_stages: int
     turns: bool
+
+    @property
+    def values(self) -> PrefillConfig:
+        """Of V tiles."""
+        return replace(self, head_size=self.value_size)
+
+    @property
+    def parts(self) -> int:
+        """Matrices that a K tile, or 64 rows of Q, are kept as: their columns are a power of two."""
+        is_power = self.head_size & (self.head_size - 1) == 0
+        return 1 if is_power else self.head_size // self.strip
 
 
 @dataclass(frozen=True, kw_only=True)

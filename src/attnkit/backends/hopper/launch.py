@@ -46,11 +46,12 @@ class Operands:
 
     Attributes:
         query: (T, num_heads, head_size); strides are multiples of 16 bytes, 1 for the last.
-        key: (num_blocks, num_kv_heads, block_size, head_size), likewise; or uint8 codes.
-        value: the same.
+        key: (num_blocks, num_kv_heads, block_size, head_size), likewise; or uint8 codes. Without pages
+            (num_keys, num_kv_heads, 1, head_size).
+        value: the same, of `value_size` columns.
         output: (T, num_heads, head_size).
         lse: float32 (T, num_heads); None: not wanted.
-        block_table: int32 (R, W).
+        block_table: int32 (R, W); without pages the first row of each request's keys, (R, 1).
         k_scale: float32 (1,) or (num_kv_heads,), which keys count times; None: 1.
         v_scale: the same of values.
     """
@@ -441,11 +442,13 @@ def _descriptors(o: Operands, config: KernelConfig, heads: int, rows: int) -> di
 
 
 def _pool_descriptor(pool: torch.Tensor, config: KernelConfig) -> Any:
+    is_ragged = isinstance(config, PrefillConfig) and config.ragged
+    box = [config.rows, 1, 1] if is_ragged else [1, 1, config.rows]
     return TensorDescriptor(
         pool,
         list(pool.shape),
         list(pool.stride()),
-        [1, 1, config.rows, config.strip],
+        [*box, config.strip],
         gl.NVMMASharedLayout(config.strip * config.element_bytes, 8 * config.element_bytes, 4),
     )
 

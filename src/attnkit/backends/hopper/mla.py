@@ -1,7 +1,8 @@
 """HopperMLABackend: attention over latents on sm_90 in Gluon, as fast as its products or its memory.
 
 In: a `HopperMLAMetadata`, one layer's tensors and its latent cache. Out: attention. Decodes run in
-`latent_decode`; rows are written, and prompts attended to, by the portable kernels. Importing this needs
+`latent_decode`, prompts in `prefill` where their heads have a size that it takes, else in the portable
+kernel; rows are written by a portable one. Importing this needs
 neither Triton nor a GPU.
 """
 
@@ -13,6 +14,7 @@ import torch
 
 from attnkit.backends.hopper.backend import HopperBackend
 from attnkit.backends.hopper.mla_plan import HopperMLAMetadata, HopperMLAMetadataBuilder
+from attnkit.backends.hopper.mla_prefill import HopperMLAPrefill
 from attnkit.backends.hopper.tuning import LATENT_SIZES, PAGE_MULTIPLE, latent_config
 from attnkit.backends.triton.mla import TritonMLAImpl
 from attnkit.contract import (
@@ -23,6 +25,7 @@ from attnkit.contract import (
     MLADimensions,
     MultipleOf,
 )
+from attnkit.mla.prefill_backend import MLAPrefillBackend
 
 
 class HopperMLABackend(AttentionBackend):
@@ -110,6 +113,11 @@ class HopperMLAImpl(TritonMLAImpl):
     @staticmethod
     def get_backend_cls() -> type[AttentionBackend]:
         return HopperMLABackend
+
+    def own_prefill(self) -> type[MLAPrefillBackend]:
+        portable = super().own_prefill()
+        sizes = self.layer.dimensions
+        return portable if HopperMLAPrefill.supports_dimensions(sizes) else HopperMLAPrefill
 
     def forward_mqa(  # type: ignore[override]
         self,

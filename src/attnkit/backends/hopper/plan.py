@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from attnkit.backends.hopper.config import ScoreConfig
-from attnkit.backends.hopper.prefill_plan import share_row_tiles
+from attnkit.backends.hopper.config import PrefillConfig, ScoreConfig
+from attnkit.backends.hopper.prefill_plan import RowTiles, share_row_tiles
 from attnkit.backends.hopper.tuning import (
     MAX_DECODE_QUERY_LEN,
     decode_config,
@@ -90,6 +90,33 @@ class Plan:
     decode: DecodePlan | None
 
 
+def num_sms_of(device: torch.device) -> int:
+    """Multiprocessors; a few where nothing is that has them."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def plan_row_tiles(
+    tiles: RowTiles, lengths: Any, config: PrefillConfig, device: torch.device
+) -> PrefillPlan:
+    """Upload what was shared out, and let the device fill the records of it.
+
+    Args:
+        tiles: of a batch.
+        lengths: its `launch.Lengths`.
+        config: of the prefill kernel.
+        device: of the lengths.
+    """
+    from attnkit.backends.hopper.launch import row_tiles_call
+
+    parts = (tiles.starts, tiles.requests, tiles.tokens, tiles.head_tiles)
+    work = _upload(np.concatenate(parts), device)
+    records = torch.empty(tiles.num_tiles, 8, dtype=torch.int32, device=device)
+    row_tiles_call(work, tiles.num_tiles, len(tiles.starts), records, lengths, config).launch()
+    return PrefillPlan(starts=work, num_programs=tiles.num_programs, records=records)
+
+
 class Planner:
     """Makes plans, in memory that stays where it is for captured graphs.
 
@@ -101,11 +128,7 @@ class Planner:
         self.geometries: set[Geometry] = set()
         self._device = device
         self._max_num_reqs = max_num_reqs
-        self._num_sms = (
-            torch.cuda.get_device_properties(device).multi_processor_count
-            if device.type == "cuda"
-            else 4
-        )
+        self._num_sms = num_sms_of(device)
         self._decode_plans: dict[tuple[Geometry, int], DecodePlan] = {}
 
     def plan(self, batch: CommonAttentionMetadata, geometry: Geometry) -> Plan:
@@ -156,8 +179,6 @@ class Planner:
         query_lens: np.ndarray,
         geometry: Geometry,
     ) -> PrefillPlan:
-        from attnkit.backends.hopper.launch import row_tiles_call
-
         g = geometry
         config = prefill_config(g.head_size, g.group_size, g.page_size, ScoreConfig())
         bound = batch.seq_lens_cpu_upper_bound
@@ -175,12 +196,7 @@ class Planner:
             causal=isinstance(batch.causal, torch.Tensor) or batch.causal,
             window=g.window,
         )
-        parts = (tiles.starts, tiles.requests, tiles.tokens, tiles.head_tiles)
-        work = _upload(np.concatenate(parts), self._device)
-        records = torch.empty(tiles.num_tiles, 8, dtype=torch.int32, device=self._device)
-        num_starts = len(tiles.starts)
-        row_tiles_call(work, tiles.num_tiles, num_starts, records, lengths, config).launch()
-        plan = PrefillPlan(starts=work, num_programs=tiles.num_programs, records=records)
+        plan = plan_row_tiles(tiles, lengths, config, self._device)
         return self._unpacked(plan, np.where(query_lens > 0, kv_lens, 0), g) if g.coded else plan
 
     def _unpacked(self, plan: PrefillPlan, kv_lens: np.ndarray, geometry: Geometry) -> PrefillPlan:

@@ -11,6 +11,8 @@ come straight from the pages, by copies of page-sized boxes. While a consumer co
 one tile, its product of the previous weights with V runs, and the other consumers' products. Rows of a
 tile are `pack` heads of one KV head side by side, token by token.
 
+Keys and values that have no pages (`ragged`) are copied from the request's first row on.
+
 Keys run backwards, so that the tiles cut by the diagonal or the end come first, those cut by the left
 edge of a window last, and all between need no mask.
 """
@@ -82,9 +84,22 @@ def copy_rows(q_desc, q_buffer, q_full, buffer, token, head_tile, CONFIG: gl.con
 
 
 @gluon.jit
+def boxes_of_tile(table_ptr, tile, first_key, end_key, num_pages, CONFIG: gl.constexpr):
+    """Pages of the boxes of a tile, as `tile.pages_of_tile`; without pages, the row of its only box."""
+    if CONFIG.ragged:
+        key = tile * CONFIG.block_n
+        seen = (key + CONFIG.block_n > first_key) & (key < end_key)
+        boxes = (gl.where(seen, gl.load(table_ptr) + key, num_pages),)
+    else:
+        boxes = pages_of_tile(table_ptr, tile, first_key, end_key, num_pages, CONFIG)
+    return boxes
+
+
+@gluon.jit
 def produce(
     LOADS_Q: gl.constexpr,
     CONFIG: gl.constexpr,
+    TILE: gl.constexpr,
     desc,
     buffer,
     full,
@@ -99,7 +114,8 @@ def produce(
     num_pages,
     window,
 ):
-    """One warp that feeds K (and Q) or V. Pages of the next tile are looked up one tile ahead."""
+    """One warp that feeds K (and Q) or V, in tiles of TILE. Pages of the next tile are looked up one
+    tile ahead."""
     AHEAD: gl.constexpr = CONFIG.q_stages - 1
     first = gl.load(starts_ptr + gl.program_id(0))
     end = gl.load(starts_ptr + gl.program_id(0) + 1)
@@ -117,7 +133,7 @@ def produce(
         end_key = gl.maximum(gl.minimum(position + reach + num_tokens, num_keys), 0)
         first_key = first_key_of(position, window, CONFIG)
         first_tile = first_key // CONFIG.block_n
-        pages = pages_of_tile(
+        pages = boxes_of_tile(
             table, first_tile + num_tiles - 1, first_key, end_key, num_pages, CONFIG
         )
         for n in range(0, num_tiles):
@@ -125,7 +141,7 @@ def produce(
             slot = step & (CONFIG.stages - 1)
             now = pages
             # Before the first tile this finds pages that nobody copies.
-            pages = pages_of_tile(table, tile - 1, first_key, end_key, num_pages, CONFIG)
+            pages = boxes_of_tile(table, tile - 1, first_key, end_key, num_pages, CONFIG)
             # The step that frees this slot: of K the last that used it, of V the one after that.
             free = step
             if not LOADS_Q:
@@ -133,7 +149,7 @@ def produce(
             mbarrier.wait(
                 empty.index(free & (CONFIG.stages - 1)), ((free // CONFIG.stages) & 1) ^ 1
             )
-            copy_tile(desc, buffer, full.index(slot), now, tile, kv_head, 0, slot, CONFIG)
+            copy_tile(desc, buffer, full.index(slot), now, tile, kv_head, 0, slot, TILE)
             if LOADS_Q:
                 if (n == 0) & (i + AHEAD < end):
                     # The row tile before was done with its Q when its last step was over.
@@ -164,6 +180,19 @@ def pass_turn(x, ME: gl.constexpr, CONFIG: gl.constexpr):
     """Let the next consumer issue its products."""
     if CONFIG.turns:
         named_barrier_arrive(x, FIRST_TURN + (ME + 1) % CONFIG.num_consumers, 256)
+
+
+@gluon.jit
+def start_scores(q_tiles, q_index, k_tiles, slot, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
+    """Issue Q.K of one tile."""
+    PARTS: gl.constexpr = CONFIG.parts
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    s = gl.zeros([64, BLOCK_N], gl.float32, LAYOUT)
+    for c in gl.static_range(PARTS):
+        q = q_tiles.index(q_index * PARTS + c)
+        k = k_tiles.index(slot * PARTS + c).permute((1, 0))
+        s = warpgroup_mma(q, k, s, use_acc=c > 0, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -215,7 +244,6 @@ def attend_tile(
     The wait for V stands between the softmax and the wait for weights.V because its loop ends a basic
     block: without it ptxas lifts the second wait above the softmax, and nothing overlaps.
     """
-    BLOCK_N: gl.constexpr = CONFIG.block_n
     slot = step & (CONFIG.stages - 1)
     phase = (step // CONFIG.stages) & 1
     slot_before = (step - 1) & (CONFIG.stages - 1)
@@ -224,12 +252,10 @@ def attend_tile(
     q_index = ME
     if CONFIG.q_stages > 1:
         q_index = opaque(q_slot) * CONFIG.num_consumers + ME
-    q = q_tiles.index(q_index)
-    p = gl.convert_layout(weights.to(q.dtype), P_LAYOUT)
+    p = gl.convert_layout(weights.to(v_tiles.dtype), P_LAYOUT)
     mbarrier.wait(k_full.index(slot), phase)
     take_turn(step, ME, CONFIG)
-    s = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
-    s = warpgroup_mma(q, k_tiles.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
+    s = start_scores(q_tiles, q_index, k_tiles, slot, S_LAYOUT, CONFIG)
     acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, P_LAYOUT.parent)), 1)
     acc = warpgroup_mma(p, v_tiles.index(slot_before), acc, is_async=True)
     pass_turn(step, ME, CONFIG)
@@ -271,11 +297,15 @@ def store_rows(
         place = place + (head_tile * PACK + row % PACK)
         gl.store(lse_ptr + place, lse, mask=row < num_tokens * PACK)
     out = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, ACC_LAYOUT)), 1)
-    LANES: gl.constexpr = 16 if CONFIG.head_size >= 128 else 8
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), LAYOUT)
+    if out_ptr.dtype.element_ty == gl.float32:
+        # Neighbouring threads write whole sectors as it is; and memory is short for another layout.
+        LAYOUT: gl.constexpr = ACC_LAYOUT
+    else:
+        LANES: gl.constexpr = 16 if CONFIG.value_size >= 128 else 8
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+        out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), LAYOUT)
     row = ME * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, CONFIG.head_size, gl.SliceLayout(0, LAYOUT))
+    column = gl.arange(0, CONFIG.value_size, gl.SliceLayout(0, LAYOUT))
     place = (token + row // PACK).to(gl.int64) * out_stride_token
     place = place + (head_tile * PACK + row % PACK) * out_stride_head
     gl.store(
@@ -292,7 +322,7 @@ def consume(
     q_tiles,
     k_tiles,
     v_tiles,
-    v_boxes,
+    v_rows,
     q_full,
     k_full,
     v_full,
@@ -316,9 +346,10 @@ def consume(
 ):
     """One warpgroup that attends for 64 rows of each row tile."""
     BLOCK_N: gl.constexpr = CONFIG.block_n
-    HEAD_SIZE: gl.constexpr = CONFIG.head_size
+    VALUES: gl.constexpr = CONFIG.values
+    VALUE_SIZE: gl.constexpr = CONFIG.value_size
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_SIZE, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     # Tokens of this consumer's first and last row, counted from the row tile's first.
@@ -356,14 +387,13 @@ def consume(
 
         # The first K tile: there is no product with V beside it.
         q_slot = (i - first) & (CONFIG.q_stages - 1)
-        q = q_tiles.index(q_slot * CONFIG.num_consumers + ME)
         slot = step & (CONFIG.stages - 1)
         phase = (step // CONFIG.stages) & 1
         mbarrier.wait(k_full.index(slot), phase)
         mbarrier.wait(q_full.index(q_slot), ((i - first) // CONFIG.q_stages) & 1)
         take_turn(step, ME, CONFIG)
-        s = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
-        s = warpgroup_mma(q, k_tiles.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
+        q_index = q_slot * CONFIG.num_consumers + ME
+        s = start_scores(q_tiles, q_index, k_tiles, slot, S_LAYOUT, CONFIG)
         pass_turn(step, ME, CONFIG)
         s = warpgroup_mma_wait(0, deps=(s,))
         # This says too that the row tile before is done with its last V tile.
@@ -374,7 +404,7 @@ def consume(
         weights, fade, top = online_softmax(s, top, base_scale, True)
         total = sum_weights(weights, CONFIG)
         mbarrier.wait(v_full.index(slot), phase)
-        zero_past_end(v_boxes, slot, tile, num_keys, CONFIG)
+        zero_past_end(v_rows, slot, tile, num_keys, VALUES)
         step += 1
 
         # The others: cut by the diagonal or the end, seen whole by all rows, cut by the window.
@@ -386,7 +416,7 @@ def consume(
             first_whole = first_key_of(position + FAR, window, CONFIG)
             first_whole = (first_whole + BLOCK_N - 1) // BLOCK_N
             num_whole = gl.maximum(gl.minimum(num_whole, tile - num_cut - first_whole), 0)
-        acc = gl.zeros([64, HEAD_SIZE], gl.float32, ACC_LAYOUT)
+        acc = gl.zeros([64, VALUE_SIZE], gl.float32, ACC_LAYOUT)
         for part in gl.static_range(3 if CONFIG.score.window else 2):
             count = num_cut
             if part == 1:
@@ -427,9 +457,9 @@ def consume(
         position2, reach2, num_keys2, num_tiles2 = read_sight(tiles_ptr, gl.minimum(i + 1, end - 1))
         slot = (step - 1) & (CONFIG.stages - 1)
         if CONFIG.score.window:
-            zero_before_window(v_boxes, slot, first_tile, first_key, CONFIG)
+            zero_before_window(v_rows, slot, first_tile, first_key, VALUES)
         acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, ACC_LAYOUT)), 1)
-        p = gl.convert_layout(weights.to(q.dtype), P_LAYOUT)
+        p = gl.convert_layout(weights.to(v_tiles.dtype), P_LAYOUT)
         acc = warpgroup_mma(p, v_tiles.index(slot), acc, is_async=True)
         sinks = top
         if CONFIG.score.sinks:
@@ -498,22 +528,27 @@ def prefill_kernel(
 ):
     """Set up rings and roles; see `launch.prefill_call` for the arguments."""
     DTYPE: gl.constexpr = q_desc.dtype
-    HEAD_SIZE: gl.constexpr = CONFIG.head_size
     PACK: gl.constexpr = CONFIG.pack
     BLOCK_N: gl.constexpr = CONFIG.block_n
     ROWS: gl.constexpr = CONFIG.rows
     STAGES: gl.constexpr = CONFIG.stages
     CONSUMERS: gl.constexpr = CONFIG.num_consumers
-    BOXES: gl.constexpr = STAGES * (HEAD_SIZE // 64) * (BLOCK_N // ROWS)
+    STRIPS: gl.constexpr = CONFIG.head_size // 64
+    K_BOXES: gl.constexpr = STAGES * STRIPS * (BLOCK_N // ROWS)
+    VALUE_SIZE: gl.constexpr = CONFIG.value_size
+    V_BOXES: gl.constexpr = STAGES * (VALUE_SIZE // 64) * (BLOCK_N // ROWS)
     Q_STAGES: gl.constexpr = CONFIG.q_stages
-    Q_BOXES: gl.constexpr = Q_STAGES * CONSUMERS * (HEAD_SIZE // 64)
+    Q_BOXES: gl.constexpr = Q_STAGES * CONSUMERS * STRIPS
+    PARTS: gl.constexpr = CONFIG.parts
+    PART: gl.constexpr = CONFIG.head_size // PARTS
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_boxes = gl.allocate_shared_memory(DTYPE, [Q_BOXES, 64 // PACK, 1, PACK, 64], q_desc.layout)
-    k_boxes = gl.allocate_shared_memory(DTYPE, [BOXES, 1, 1, ROWS, 64], k_desc.layout)
-    v_boxes = gl.allocate_shared_memory(DTYPE, [BOXES, 1, 1, ROWS, 64], v_desc.layout)
-    q_tiles = reinterpret(q_boxes, DTYPE, [Q_STAGES * CONSUMERS, 64, HEAD_SIZE], MATRIX)
-    k_tiles = reinterpret(k_boxes, DTYPE, [STAGES, BLOCK_N, HEAD_SIZE], MATRIX)
-    v_tiles = reinterpret(v_boxes, DTYPE, [STAGES, BLOCK_N, HEAD_SIZE], MATRIX)
+    k_boxes = gl.allocate_shared_memory(DTYPE, [K_BOXES] + k_desc.block_shape, k_desc.layout)
+    v_boxes = gl.allocate_shared_memory(DTYPE, [V_BOXES] + v_desc.block_shape, v_desc.layout)
+    v_rows = reinterpret(v_boxes, DTYPE, [V_BOXES, 1, 1, ROWS, 64], v_desc.layout)
+    q_tiles = reinterpret(q_boxes, DTYPE, [Q_STAGES * CONSUMERS * PARTS, 64, PART], MATRIX)
+    k_tiles = reinterpret(k_boxes, DTYPE, [STAGES * PARTS, BLOCK_N, PART], MATRIX)
+    v_tiles = reinterpret(v_boxes, DTYPE, [STAGES, BLOCK_N, VALUE_SIZE], MATRIX)
 
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
@@ -530,7 +565,7 @@ def prefill_kernel(
     barrier()
 
     rings = (q_full, k_full, v_full, empty)
-    consumer = (q_tiles, k_tiles, v_tiles, v_boxes) + rings
+    consumer = (q_tiles, k_tiles, v_tiles, v_rows) + rings
     consumer = consumer + (starts_ptr, tiles_ptr, out_ptr, out_stride_token, out_stride_head)
     consumer = consumer + (lse_ptr, lse_stride_token, slopes_ptr, sinks_ptr)
     consumer = consumer + (k_scale_ptr, v_scale_ptr, scale_stride)
@@ -539,6 +574,7 @@ def prefill_kernel(
     lists = lists + (num_pages, window)
     keys = (k_desc, k_boxes, k_full, empty) + lists
     values = (v_desc, v_boxes, v_full, empty) + lists
+    VALUES: gl.constexpr = CONFIG.values
     MINE: gl.constexpr = CONFIG.consumer_registers
     THEIRS: gl.constexpr = CONFIG.producer_registers
     if CONSUMERS == 2:
@@ -546,8 +582,8 @@ def prefill_kernel(
             [
                 (consume, (gl.constexpr(0), CONFIG) + consumer),
                 (consume, (gl.constexpr(1), CONFIG) + consumer),
-                (produce, (gl.constexpr(True), CONFIG) + keys),
-                (produce, (gl.constexpr(False), CONFIG) + values),
+                (produce, (gl.constexpr(True), CONFIG, CONFIG) + keys),
+                (produce, (gl.constexpr(False), CONFIG, VALUES) + values),
             ],
             [4, 1, 1],
             [MINE, THEIRS, THEIRS],
@@ -558,8 +594,8 @@ def prefill_kernel(
                 (consume, (gl.constexpr(0), CONFIG) + consumer),
                 (consume, (gl.constexpr(1), CONFIG) + consumer),
                 (consume, (gl.constexpr(2), CONFIG) + consumer),
-                (produce, (gl.constexpr(True), CONFIG) + keys),
-                (produce, (gl.constexpr(False), CONFIG) + values),
+                (produce, (gl.constexpr(True), CONFIG, CONFIG) + keys),
+                (produce, (gl.constexpr(False), CONFIG, VALUES) + values),
             ],
             [4, 4, 1, 1],
             [MINE, MINE, THEIRS, THEIRS],

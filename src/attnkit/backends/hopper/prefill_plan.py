@@ -89,7 +89,8 @@ def share_row_tiles(
     cost = np.maximum(cost, 1) + ROW_TILE_COST
 
     # One entry per (request, KV head): sections of the L2 cache.
-    size = np.minimum(keys, np.inf if window is None else window + queries) * (4 * config.head_size)
+    seen = np.minimum(keys, np.inf if window is None else window + queries)
+    size = seen * (2 * (config.head_size + config.value_size))
     before = np.cumsum(np.repeat(size, num_kv_heads)) - np.repeat(size, num_kv_heads)
     section = (before // L2_SECTION_BYTES).astype(np.int64).reshape(-1, num_kv_heads)
 

@@ -54,9 +54,20 @@ def decode_query_len(num_row_tiles: int, num_sms: int) -> int:
 
 @functools.cache
 def prefill_config(
-    head_size: int, group_size: int, page_size: int, score: ScoreConfig, *, scaled: bool = False
+    head_size: int,
+    group_size: int,
+    page_size: int | None,
+    score: ScoreConfig,
+    *,
+    scaled: bool = False,
+    value_size: int | None = None,
 ) -> PrefillConfig:
-    """Constants of the prefill kernel."""
+    """Constants of the prefill kernel.
+
+    Args:
+        page_size: None: requests' keys lie one after the other.
+        value_size: None: `head_size`.
+    """
     block_n, stages, num_consumers, turns = 128, 2, 2, False
     maxnreg, consumer_registers, producer_registers = 168, 240, 24
     if head_size == 256:
@@ -74,15 +85,17 @@ def prefill_config(
         # Heads side by side leave less of the diagonal's tile unused and fill short row tiles. Other
         # factors of the group would not divide 64 rows.
         pack=math.gcd(group_size, MAX_GROUP_SIZE),
-        page_size=page_size,
+        page_size=page_size or block_n,
         element_bytes=2,
         scaled=scaled,
         block_n=block_n,
-        rows=math.gcd(page_size, block_n),
+        rows=math.gcd(page_size or block_n, block_n),
         stages=stages,
         maxnreg=maxnreg,
         consumer_registers=consumer_registers,
         producer_registers=producer_registers,
+        value_size=value_size or head_size,
+        ragged=page_size is None,
         num_consumers=num_consumers,
         # A ring of two was 2 to 5 % slower for head size 128 (benchmarks/hopper-notes.md).
         q_stages=1,
@@ -149,6 +162,10 @@ def decode_programs(config: DecodeConfig, num_sms: int) -> int:
 
 LATENT_SIZES = ((512, 64),)
 """(latent, rope) columns of a row. Halves of an accumulator of 64 rows are a consumer's registers."""
+
+
+LATENT_HEAD_SIZES = ((192, 128),)
+"""(query and key, value) columns of heads that prompts expand latents to."""
 
 
 MAX_LATENT_QUERY_LEN = 8
