@@ -13,6 +13,7 @@ import torch
 
 from attnkit.contract import CommonAttentionMetadata
 from attnkit.kvcache.codecs import Fp8PerTokenHeadCodec
+from attnkit.kvcache.read import check_slots, read_tokens
 
 _MAX_PRODUCTS = 1 << 25
 """Float32 elements (128 MiB) that products of one request's queries and keys may take at once."""
@@ -67,6 +68,7 @@ class TorchIndexKernels:
 
     @staticmethod
     def write(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        check_slots(slot_mapping, *cache.shape[:2])
         written = slot_mapping >= 0
         slots, rows = slot_mapping[written], k[: slot_mapping.shape[0]][written]
         if cache.dtype is torch.uint8:
@@ -101,8 +103,7 @@ class TorchIndexKernels:
 
 def _keys_of(cache: torch.Tensor, table: torch.Tensor, kv_len: int, head_size: int) -> torch.Tensor:
     """Keys of a request in order, float32 (kv_len, head_size)."""
-    blocks = table[: -(-kv_len // cache.shape[1])].long()
-    rows = cache[blocks].flatten(0, 1)[:kv_len]
+    rows = read_tokens(cache, table, kv_len)
     if cache.dtype is not torch.uint8:
         return rows.float()
     return Fp8PerTokenHeadCodec().decode(rows, head_size, rows.new_ones(1, dtype=torch.float32))
