@@ -29,6 +29,7 @@ CHOICE = PAGES | {
     "layer",
     "prefill_selection",
     "mla_layer",
+    "indexer",
 }
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
@@ -73,6 +74,7 @@ ARROWS: dict[str, set[str]] = {
         "prefill_selection",
         "paged_layer",
     },
+    "indexer": {"errors", "contract", "kvcache", "mla", "backends"},
     "parallel": {"errors", "contract", "layer"},
     "runner": CHOICE,
     "conformance": CHOICE | {"runner", ""},

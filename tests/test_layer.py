@@ -549,7 +549,7 @@ def test_cache_and_plan_are_named_where_something_else_is_passed(backend: str) -
         ((plan, pages["a"]), "got a tensor as its plan; the cache comes first"),
         (
             (pages["a"], layer.build(make_batch([5], [5], [[3, 99]], BLOCK))),
-            "outside|ids from 0 to 8",
+            "outside",
         ),
         *([] if backend == "reference" else [((pages["a"], batch), "a batch as its plan")]),
     ]:
@@ -558,6 +558,68 @@ def test_cache_and_plan_are_named_where_something_else_is_passed(backend: str) -
     for wrong in (None, plan if backend == "cpu" else pages):
         with pytest.raises(BatchError, match=r"build got .*; give a CommonAttentionMetadata"):
             layer.build(wrong)  # type: ignore[arg-type]
+
+
+def _wide(count: int) -> tuple[torch.Tensor, ...]:
+    """Tokens with heads that flex takes too."""
+    return tuple(torch.cat([x, x], dim=-1) for x in _tokens(count))
+
+
+@pytest.mark.parametrize("attn_type", ["decoder", "encoder_only", "encoder_decoder"])
+@pytest.mark.parametrize("backend", ["reference", "cpu", "flex"])
+def test_what_is_no_plan_is_named_and_nothing_is_written(backend: str, attn_type: str) -> None:
+    layer = _layer(backend, head_size=2 * SIZE, attn_type=attn_type)
+    cache = torch.zeros(9, KV_HEADS, BLOCK, 4 * SIZE)
+    for plan in (3, {}, "plan", layer):
+        named = f"got {type(plan).__name__} as its plan, which has no .*; pass what layer.build"
+        with pytest.raises(BatchError, match=named):
+            layer(*_wide(5), cache, plan)
+        plans: Any = {layer.layer_name: plan}
+        with (
+            pytest.raises(BatchError, match=named),
+            forward_context(plans, {layer.layer_name: cache}),
+        ):
+            layer(*_wide(5))
+    assert not cache.any()
+    plan = layer.build(make_batch([5], [5], [[3, 8]], BLOCK))
+    with pytest.raises(BatchError, match="got dict as its cache"):
+        layer(*_wide(5), {}, plan)
+    with pytest.raises(BatchError, match="got int as `quantized`"):
+        layer(*_wide(5), cache, plan, quantized=3)
+    for given in ((plan, {}), ({}, cache)):
+        with (
+            pytest.raises(BatchError, match="give a mapping from layer names"),
+            forward_context(*given),
+        ):
+            pass
+
+
+class Careless(ReferenceImpl):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return [][0]
+
+
+class CarelessBackend(ReferenceBackend):
+    @staticmethod
+    def get_impl_cls() -> type[ReferenceImpl]:
+        return Careless
+
+
+def test_only_block_ids_past_the_cache_are_called_that() -> None:
+    cache = torch.zeros(9, KV_HEADS, BLOCK, 4 * SIZE)
+    layer = _layer(CarelessBackend, head_size=2 * SIZE)
+    plan = layer.build(make_batch([5], [5], [[3, 8]], BLOCK))
+    with pytest.raises(IndexError, match="list index"):
+        layer(*_wide(5), cache, plan)
+    for backend in ("reference", "cpu", "flex"):
+        layer = _layer(backend, head_size=2 * SIZE)
+        for tables, context, named in (
+            ([[3, 9]], 0, "slot"),  # Of the last new token.
+            ([[9, 8]], 4, "block"),
+        ):
+            plan = layer.build(make_batch([5 - context], [5], tables, BLOCK))
+            with pytest.raises(BatchError, match=f"{named}.* (outside|0 to 8)"):
+                layer(*_wide(5 - context), cache, plan)
 
 
 def test_rows_past_the_plan_are_zero() -> None:

@@ -61,7 +61,15 @@ def forward_context(
             zeros), and so are all of them if there are no plans.
         kv_caches: layer name -> cache; layers that share a cache find it under its owner's name.
         positions: int (num_tokens,), for layers of the runner that scale queries by them.
+
+    Raises:
+        BatchError: plans or caches are no mapping.
     """
+    for name, given in (("attn_metadata", attn_metadata), ("kv_caches", kv_caches)):
+        if not isinstance(given, Mapping):
+            raise BatchError(
+                f"forward_context got {type(given).__name__} as {name}; give a mapping from layer names"
+            )
     token = _FORWARD_CONTEXT.set(ForwardContext(attn_metadata, kv_caches, positions))
     try:
         yield

@@ -324,12 +324,12 @@ class MLAAttention(PagedLayer):
         assert kv_cache is not None
         # An older backend's own shape is taken as it is.
         cache = kv_cache[:, 0] if self._page is not None else kv_cache
+        decodes = slice(0, plan.num_decode_tokens)
+        prefills = slice(decodes.stop, decodes.stop + plan.num_prefill_tokens)
         if not self.backend.forward_includes_kv_cache_update:
             self.impl.do_kv_cache_update(
                 key[:, 0], value, cache, plan.slot_mapping, self.kv_cache_dtype, self._k_scale
             )
-        decodes = slice(0, plan.num_decode_tokens)
-        prefills = slice(decodes.stop, decodes.stop + plan.num_prefill_tokens)
         # Nobody's rows that a replayed batch counts: no kernel writes them, and somebody may look.
         output[prefills.stop : plan.num_actual_tokens].zero_()
         if prefills.start < prefills.stop:

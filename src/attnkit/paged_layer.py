@@ -296,16 +296,21 @@ class PagedLayer(nn.Module):
                 f"layer {self.layer_name} got a cache and no plan; pass layer.build(batch) too, or "
                 "neither for a profiling run"
             )
-        if isinstance(attn_metadata, torch.Tensor):
-            raise BatchError(
-                f"layer {self.layer_name} got a tensor as its plan; the cache comes first, then "
-                "what layer.build(batch) gives"
-            )
         if context is not None:
             if attn_metadata is None:
                 attn_metadata = context.plan_of(self.layer_name)
             if kv_cache is None:
                 kv_cache = context.kv_caches.get(self.cache_name)
+        if isinstance(attn_metadata, torch.Tensor):
+            raise BatchError(
+                f"layer {self.layer_name} got a tensor as its plan; the cache comes first, then "
+                "what layer.build(batch) gives"
+            )
+        if kv_cache is not None and not isinstance(kv_cache, torch.Tensor):
+            raise BatchError(
+                f"layer {self.layer_name} got {type(kv_cache).__name__} as its cache; pass its tensor, "
+                f"cache[{self.cache_name!r}], and the plan behind it"
+            )
         return kv_cache, attn_metadata
 
     def _fill(
@@ -330,18 +335,14 @@ class PagedLayer(nn.Module):
             self._run(query, key, value, output, lse, kv_cache, plan, *scales)
         except AttributeError as error:
             # Of some backends the batch is the plan: the fault is then their own.
-            own = issubclass(self.backend.get_builder_cls(), CommonMetadataBuilder)
-            if own or not isinstance(plan, CommonAttentionMetadata):
+            is_batch = isinstance(plan, CommonAttentionMetadata)
+            own = is_batch and issubclass(self.backend.get_builder_cls(), CommonMetadataBuilder)
+            if own or error.obj is not plan:
                 raise
+            given = "a batch" if is_batch else type(plan).__name__
             raise BatchError(
-                f"layer {self.layer_name} got a batch as its plan; pass layer.build(batch)"
-            ) from error
-        except IndexError as error:
-            if kv_cache is None or kv_cache.device.type != "cpu":
-                raise
-            raise BatchError(
-                f"layer {self.layer_name} was sent past its cache ({error}); give block ids from 0 to "
-                f"{kv_cache.shape[0] - 1}, for tokens and for slots"
+                f"layer {self.layer_name} got {given} as its plan, which has no {error.name}; pass what "
+                "layer.build(batch) gives"
             ) from error
         num_planned = getattr(plan, "num_actual_tokens", None)
         if num_planned is not None and num_planned < output.shape[0]:
@@ -371,11 +372,6 @@ class PagedLayer(nn.Module):
             raise BatchError(
                 f"layer {self.layer_name} got a plan but no cache; pass cache[{self.cache_name!r}]"
             )
-        if not isinstance(kv_cache, torch.Tensor):
-            raise BatchError(
-                f"layer {self.layer_name} got {type(kv_cache).__name__} as its cache; pass its tensor, "
-                f"cache[{self.cache_name!r}], and the plan behind it"
-            )
         if page is not None and (*kv_cache.shape[1:], kv_cache.dtype) != page:
             *shape, dtype = page
             raise BatchError(
@@ -386,6 +382,11 @@ class PagedLayer(nn.Module):
 
     def _check_quantized(self, quantized: QuantizedOutput, num_tokens: int) -> None:
         """Whether the impl writes such codes, and there is room for this step's."""
+        if not isinstance(quantized, QuantizedOutput):
+            raise BatchError(
+                f"layer {self.layer_name} got {type(quantized).__name__} as `quantized`; give memory "
+                "for codes, a QuantizedOutput"
+            )
         if not self.impl.fused_output_quant_supported(quantized.key):  # type: ignore[attr-defined]
             reason = f"quantised outputs ({quantized.key}) are not supported"
             raise UnsupportedConfiguration(

@@ -7,9 +7,9 @@ import functools
 
 import pytest
 
-from attnkit.conformance.captured_faults import CAPTURED_FAULTS, CapturedTwinBackend
-from attnkit.conformance.coded_faults import CODED_FAULTS, CodedTwinBackend
 from attnkit.conformance.faults import FAULTS, Fault
+from attnkit.conformance.faults.captured import CAPTURED_FAULTS, CapturedTwinBackend
+from attnkit.conformance.faults.coded import CODED_FAULTS, CodedTwinBackend
 from attnkit.conformance.subject import LawBroken, Subject
 from attnkit.conformance.twin import TwinBackend
 from attnkit.conformance.verify import Check, all_checks, verify

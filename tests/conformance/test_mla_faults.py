@@ -7,7 +7,7 @@ import functools
 
 import pytest
 
-from attnkit.conformance.faults import Fault
+from attnkit.conformance.faults.fault import Fault
 from attnkit.conformance.mla.faults import MLA_FAULTS
 from attnkit.conformance.mla.twin import SparseTwinMLABackend, TwinMLABackend
 from attnkit.conformance.verify import Check, all_checks, outcome_of, subject_of, verify

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnkit.contract import FullAttentionSpec, KVCacheLayout
+from attnkit.errors import BatchError
 from attnkit.kvcache.pool import PagedKVCache
 from attnkit.kvcache.write import write_kv
 
@@ -73,7 +74,9 @@ def test_numbers_are_rounded_once_to_the_caches_dtype() -> None:
 @pytest.mark.parametrize("slot", [BLOCKS * 3, 2**40])
 def test_a_slot_past_the_end_is_an_error(slot: int) -> None:
     cache = _cache(3)
-    with pytest.raises(IndexError):
+    with pytest.raises(
+        BatchError, match=f"slot {slot} is outside the cache of {BLOCKS} blocks of 3"
+    ):
         write_kv(
             torch.randn(1, HEADS, SIZE), torch.randn(1, HEADS, SIZE_V), cache, torch.tensor([slot])
         )

@@ -13,7 +13,8 @@ from torch import nn
 from attnkit import MLAAttention, PagedKVCache, make_batch
 from attnkit.contract import MLADimensions
 from attnkit.errors import BatchError, ConfigurationError
-from attnkit.mla.indexer import LightningIndexer, index_scores, top_positions
+from attnkit.indexer import LightningIndexer
+from attnkit.mla.index_kernels import index_scores, top_positions
 
 HEADS, SIZE, K = 3, 16, 4
 

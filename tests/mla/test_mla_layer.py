@@ -197,6 +197,28 @@ class SmallOnly(ReferenceMLABackend):
         return None if dimensions.kv_lora_rank < 64 else f"latents of {dimensions} are too large"
 
 
+class Lists:
+    topk_indices_buffer = torch.zeros(8, 4, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("backend", ["cpu_mla", "reference_mla"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_what_is_no_plan_or_outside_the_cache_is_named(backend: str, sparse: bool) -> None:
+    how = {"backend": f"{backend}_sparse", "indexer": Lists()} if sparse else {"backend": backend}
+    layer = layer_of(**how)
+    batch = make_batch([4], [4], [[3]], 16)
+    cache = torch.zeros(9, 1, 16, 40)
+    for plan in (3, {}, batch):
+        given = "a batch" if plan is batch else type(plan).__name__
+        with pytest.raises(BatchError, match=f"got {given} as its plan, which has no"):
+            layer(*tensors(4), cache, plan)
+    assert not cache.any()
+    for query_len in (1, 4):  # A decode, and a prompt behind a context.
+        beyond = make_batch([query_len], [16 + query_len], [[9, 3]], 16)
+        with pytest.raises(BatchError, match=r"block.* (outside|0 to 8)"):
+            layer(*tensors(query_len), cache, layer.build(beyond))
+
+
 def test_unknown_sizes_are_refused_with_the_backends_reason() -> None:
     assert layer_of(backend=SmallOnly).backend is SmallOnly
     with pytest.raises(UnsupportedConfiguration, match=r"latents of latent 512 \+ 64.* too large"):

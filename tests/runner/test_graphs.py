@@ -11,7 +11,7 @@ import torch
 
 from attnkit import LLM, SamplingParams
 from attnkit.backends.reference import ReferenceBackend
-from attnkit.conformance.captured_faults import CAPTURED_FAULTS, CapturedTwinBackend
+from attnkit.conformance.faults.captured import CAPTURED_FAULTS, CapturedTwinBackend
 from attnkit.conformance.simulator import GraphSimulator
 from attnkit.conformance.subject import LawBroken
 from attnkit.errors import ConfigurationError, ModelError

@@ -34,7 +34,15 @@ def reports() -> dict[str, dict]:
 
 
 def test_every_kernel_is_compiled(reports: dict[str, dict]) -> None:
-    for name in ("attention", "decode", "write", "write-bf16-128-nvfp4", "mla", "mla-write"):
+    for name in (
+        "attention",
+        "decode",
+        "write",
+        "write-bf16-128-nvfp4",
+        "mla",
+        "mla-write",
+        "index",
+    ):
         assert any(report.startswith(name) for report in reports)
     assert any(report.endswith("-merge") for report in reports)
     assert len(reports) > 40

@@ -32,3 +32,9 @@ MLA_PREFILL_BACKENDS: dict[str, str] = {
     "reference": "attnkit.backends.reference_mla:ReferenceMLAPrefill",
 }
 """Who may prefill for layers over latents: `MLAPrefillBackend`s."""
+
+INDEX_KERNELS: dict[str, str] = {
+    "triton": "attnkit.backends.triton.indexer:TritonIndexKernels",
+    "torch": "attnkit.mla.index_kernels:TorchIndexKernels",
+}
+"""Who may choose keys for sparse layers: `IndexKernels`."""

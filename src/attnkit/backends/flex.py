@@ -33,6 +33,7 @@ from attnkit.contract import (
 )
 from attnkit.errors import UnsupportedConfiguration
 from attnkit.kvcache.formats import CACHE_FORMATS, CacheFormat, cache_format
+from attnkit.kvcache.read import check_block_ids
 
 _CACHELESS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 _BLOCK = 128
@@ -406,6 +407,7 @@ class FlexImpl(AttentionImpl[FlexMetadata]):
             columns = (position // block_size).clamp(max=last)
             blocks = plan.block_table[owner.clamp(min=0), columns].long()
         blocks = torch.where(owner < 0, 0, blocks)
+        check_block_ids(blocks, kv_cache.shape[0])
         tokens = kv_cache[blocks, :, position % block_size]
         return self.cache_format.decode(
             tokens, self.head_size, self.head_size_v, layer._k_scale, layer._v_scale

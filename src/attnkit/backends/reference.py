@@ -30,6 +30,7 @@ from attnkit.errors import UnsupportedConfiguration
 from attnkit.kvcache.formats import (
     cache_format,
 )
+from attnkit.kvcache.read import read_tokens
 from attnkit.output_quant import OUTPUT_KEYS, QuantizedOutput, attend_then_quantize
 
 _CACHELESS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
@@ -212,9 +213,7 @@ class ReferenceImpl(AttentionImpl[CommonAttentionMetadata]):
         kv_len: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One request's keys and values in order: float32 (kv_len, num_kv_heads, size)."""
-        block_size = kv_cache.shape[2]
-        blocks = block_table[: -(-kv_len // block_size)].long()
-        tokens = kv_cache[blocks].transpose(1, 2).flatten(0, 1)[:kv_len]
+        tokens = read_tokens(kv_cache.transpose(1, 2), block_table, kv_len)
         return self.cache_format.decode(
             tokens, self.head_size, self.head_size_v, layer._k_scale, layer._v_scale
         )

@@ -21,6 +21,7 @@ from attnkit.contract import (
     MLADimensions,
 )
 from attnkit.kvcache.formats import LATENT_FORMATS, latent_format
+from attnkit.kvcache.read import read_tokens
 from attnkit.mla.builder import MLAMetadataBuilder
 from attnkit.mla.impl import LatentImpl
 from attnkit.mla.layer import format_refusal
@@ -98,8 +99,8 @@ class ReferenceMLAPrefill(MLAPrefillBackend):
     ) -> None:
         starts = chunk.query_start_loc.tolist()
         for request, kv_len in enumerate(chunk.kv_lens.tolist()):
-            pages = chunk.block_table[request, : -(-kv_len // key.shape[1])].long()
-            keys, values = (x[pages].flatten(0, 1)[:kv_len] for x in (key, value))
+            table = chunk.block_table[request]
+            keys, values = (read_tokens(x, table, kv_len) for x in (key, value))
             for row in range(starts[request], starts[request + 1]):
                 output[row], lse[row] = _attend_row(query[row], keys, values, self.scale)
 
@@ -159,8 +160,7 @@ class ReferenceMLAImpl(LatentImpl[MLAMetadata]):
         self, cache: torch.Tensor, block_table: torch.Tensor, kv_len: int, k_scale: torch.Tensor
     ) -> torch.Tensor:
         """One request's rows in order, float32 (kv_len, kv_lora_rank + qk_rope_head_dim)."""
-        blocks = block_table[: -(-kv_len // cache.shape[1])].long()
-        tokens = cache[blocks].flatten(0, 1)[:kv_len, None]
+        tokens = read_tokens(cache, block_table, kv_len)[:, None]
         d = self.layer.dimensions
         parts = self.layer.cache_format.decode(
             tokens, d.kv_lora_rank, d.qk_rope_head_dim, k_scale, k_scale

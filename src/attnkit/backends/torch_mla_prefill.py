@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from attnkit.contract import DeviceCapability
+from attnkit.kvcache.read import read_tokens
 from attnkit.mla.plan import ContextChunk, PrefillPart
 from attnkit.mla.prefill_backend import MLAPrefillBackend
 
@@ -53,8 +54,8 @@ class TorchMLAPrefill(MLAPrefillBackend):
         starts = chunk.query_start_loc.tolist()
         for request, kv_len in enumerate(chunk.kv_lens.tolist()):
             rows = slice(starts[request], starts[request + 1])
-            pages = chunk.block_table[request, : -(-kv_len // key.shape[1])]
-            keys, values = (x.index_select(0, pages).flatten(0, 1)[:kv_len] for x in (key, value))
+            table = chunk.block_table[request]
+            keys, values = (read_tokens(x, table, kv_len) for x in (key, value))
             self._attend(query[rows], keys, values, False, output[rows], lse[rows])
 
     def _attend(

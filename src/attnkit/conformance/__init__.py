@@ -11,7 +11,7 @@
     claims    what the class says of itself
     verify    all of it: a report
     plugin    all of it: pytest
-    faults    wrong backends, each of which the kit must catch; coded_faults: over quantised caches
+    faults    wrong backends, each of which the kit must catch
 
 `verify("my_attention.py:MyBackend")` gives a `Report`; `test_mine = suite("my_attention.py:MyBackend")`
 in a test module gives one test per check.

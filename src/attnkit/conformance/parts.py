@@ -1,7 +1,7 @@
 """Parts of a step: one request of a batch, a range of its keys, the same pages cut smaller.
 
 In: the `Inputs` of a case. Out: other `Inputs` over the same tokens, whose answer follows from the
-first one's. `laws` compares the two.
+first one's. Laws compare the two.
 """
 
 from __future__ import annotations

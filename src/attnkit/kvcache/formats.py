@@ -48,6 +48,7 @@ from attnkit.kvcache.codecs import (
     Nvfp4Codec,
     Nvfp4LatentCodec,
 )
+from attnkit.kvcache.read import check_slots
 from attnkit.kvcache.write import write_kv
 
 
@@ -226,13 +227,15 @@ class CacheFormat:
 
         Raises:
             ConfigurationError, CacheError: as in `encode` and `decode`, before anything is written.
-            IndexError: a slot is past the end of the cache (on a GPU: a device-side assert).
+            BatchError: a slot is past the end of the cache (on a GPU: a device-side assert); nothing
+                has been written.
         """
         if self.codec is None:
             write_kv(key, value, kv_cache, slot_mapping)
             return
         pages = self._bytes(kv_cache, self.layout(key.shape[-1], value.shape[-1]))
         block_size, num_tokens = kv_cache.shape[2], slot_mapping.shape[0]
+        check_slots(slot_mapping, kv_cache.shape[0], block_size)
         written = slot_mapping >= 0
         slots = slot_mapping[written]
         contents = self.encode(

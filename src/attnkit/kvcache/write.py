@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from attnkit.kvcache.read import check_slots
+
 
 def write_kv(
     key: torch.Tensor,
@@ -25,10 +27,12 @@ def write_kv(
             so rows of key and value past it are padding.
 
     Raises:
-        IndexError: a slot is past the end of the cache (on a GPU: a device-side assert).
+        BatchError: a slot is past the end of the cache (on a GPU: a device-side assert); nothing has
+            been written.
     """
     block_size, head_size = kv_cache.shape[2], key.shape[-1]
     num_tokens = slot_mapping.shape[0]
+    check_slots(slot_mapping, kv_cache.shape[0], block_size)
     written = slot_mapping >= 0
     slots = slot_mapping[written]
     blocks, offsets = slots // block_size, slots % block_size

@@ -111,6 +111,31 @@ class MLAMetadata:
     prefill: PrefillPart | None
 
 
+def seen_by_queries(
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which request each query belongs to, and how many of its keys the query sees, itself included.
+
+    Nothing waits for the device.
+
+    Args:
+        query_start_loc: int32 (R + 1,).
+        seq_lens: int32 (R,).
+        num_tokens: queries; those past the last request's belong to nobody and see nothing.
+
+    Returns:
+        int64 (num_tokens,), 0 for queries of nobody; and int32 (num_tokens,), below 1 where a query sees
+        nothing.
+    """
+    ends = query_start_loc[1:].contiguous()
+    rows = torch.arange(num_tokens, dtype=ends.dtype, device=ends.device)
+    request = torch.searchsorted(ends, rows, right=True)
+    owned = request < ends.shape[0]
+    request = torch.where(owned, request, 0)
+    num_seen = seq_lens[request] - (ends[request] - rows) + 1
+    return request, torch.where(owned, num_seen, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Neighbouring pages of one request's context: request, first page, pages, tokens in them."""

@@ -13,6 +13,7 @@ import math
 import torch
 
 from attnkit.kvcache.formats import CacheFormat
+from attnkit.kvcache.read import check_block_ids
 from attnkit.mla.layer import LatentLayer
 from attnkit.mla.plan import MLAMetadata, PrefillPart
 from attnkit.mla.prefill_backend import MLAPrefillBackend
@@ -93,6 +94,7 @@ def read_latents(
         (n, block_size, kv_lora_rank) and (n, block_size, qk_rope_head_dim).
     """
     d, stored = layer.dimensions, layer.cache_format
+    check_block_ids(pages, cache.shape[0])
     if stored.codec is None:
         rows = cache.index_select(0, pages).to(dtype)
         kv_c, k_pe = rows.split([d.kv_lora_rank, d.qk_rope_head_dim], dim=-1)

@@ -20,7 +20,7 @@ import torch
 from attnkit.contract import AttentionLayer
 from attnkit.errors import BatchError, UnsupportedConfiguration
 from attnkit.mla.impl import LatentImpl
-from attnkit.mla.plan import DecodePart, MLAMetadata
+from attnkit.mla.plan import DecodePart, MLAMetadata, seen_by_queries
 
 M = TypeVar("M", bound=MLAMetadata)
 
@@ -52,13 +52,7 @@ class ChosenRows:
             block_size: tokens in a block.
         """
         num_tokens, k = indices.shape
-        ends = plan.query_start_loc[1:].contiguous()
-        rows = torch.arange(num_tokens, dtype=ends.dtype, device=indices.device)
-        request = torch.searchsorted(ends, rows, right=True)
-        owned = request < ends.shape[0]
-        request = request.clamp(max=max(0, ends.shape[0] - 1))
-        num_seen = plan.seq_lens[request] - (ends[request] - rows) + 1
-        num_seen = torch.where(owned, num_seen, 0)
+        request, num_seen = seen_by_queries(plan.query_start_loc, plan.seq_lens, num_tokens)
         kept = (indices >= 0) & (indices < num_seen[:, None])
         positions = torch.where(kept, indices, 0).long()
         blocks = plan.block_table[request[:, None], positions // block_size].long()

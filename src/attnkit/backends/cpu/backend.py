@@ -32,6 +32,7 @@ from attnkit.kvcache.formats import (
     CacheFormat,
     cache_format,
 )
+from attnkit.kvcache.read import check_block_ids
 from attnkit.output_quant import OUTPUT_KEYS, QuantizedOutput, attend_then_quantize
 
 _CACHELESS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
@@ -344,6 +345,7 @@ class _Pages:
         coded = self.cache_format.codec is not None
         # As bytes, since not every operation knows every 8-bit dtype.
         cache = self.kv_cache.view(torch.uint8) if coded else self.kv_cache
+        check_block_ids(blocks, cache.shape[0])
         # Selecting whole pages and then moving heads outward is 7 times faster than the reverse.
         pages = cache.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
         rows = pages[:, start - first * block_size : end - first * block_size]

@@ -15,6 +15,7 @@ from attnkit.backends.cpu.attend import Request, attend
 from attnkit.backends.cpu.launch import NativeBatch, NativeLayer
 from attnkit.backends.cpu.native import native_kernels
 from attnkit.contract import AttentionVariant, DeviceCapability, MLADimensions
+from attnkit.kvcache.read import read_tokens
 from attnkit.mla.plan import ContextChunk, PrefillPart
 from attnkit.mla.prefill_backend import MLAPrefillBackend
 
@@ -92,8 +93,8 @@ class CpuMLAPrefill(MLAPrefillBackend):
         starts = chunk.query_start_loc.tolist()
         requests = []
         for i, kv_len in enumerate(chunk.kv_lens.tolist()):
-            pages = chunk.block_table[i, : -(-kv_len // key.shape[1])]
-            read = _Tokens(*(x.index_select(0, pages).flatten(0, 1)[:kv_len] for x in (key, value)))
+            table = chunk.block_table[i]
+            read = _Tokens(*(read_tokens(x, table, kv_len) for x in (key, value)))
             if starts[i + 1] > starts[i]:
                 requests.append(
                     request_of(starts[i], starts[i + 1] - starts[i], kv_len, read, causal=False)

@@ -202,6 +202,18 @@ def mla_decode_config(
     return _fit(config, columns, columns, itemsize, kv_itemsize, gpu)
 
 
+def index_tile(itemsize: int) -> tuple[int, int]:
+    """Keys in a tile of an indexer's scores, and warps of a program. Not timed yet: chosen by what four
+    programs on a multiprocessor leave each, 128 registers a thread and 56 KiB.
+
+    Args:
+        itemsize: bytes of a query element.
+    """
+    if itemsize == 4:
+        return 16, 8  # Products of float32 have no matrix instructions; 64 keys spill.
+    return 64, 4
+
+
 def padded(size: int) -> int:
     """The power of two, at least 16, that a matrix product needs for `size`."""
     return max(16, 1 << (size - 1).bit_length())

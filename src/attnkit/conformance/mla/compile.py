@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from attnkit.backends.triton import configs, launch, mla_launch
+from attnkit.backends.triton import configs, index_launch, launch, mla_launch
 from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages
 from attnkit.backends.triton.operands import Parts
 from attnkit.contract import MLADimensions
@@ -44,6 +44,10 @@ def mla_variants(gpu: configs.Gpu) -> Iterator[tuple[str, launch.KernelCall]]:
     pages = _pages(gpu, _DEEPSEEK, "fp8_ds_mla", 64)
     slots = _empty(4096, dtype=torch.int64)
     yield "mla-write-fp8_ds_mla", mla_launch.tiled_write_call(kv_c, k_pe, pages, slots)
+    yield from _index(gpu, "index-bf16-fp8", bf16, torch.uint8)
+    yield from _index(gpu, "index-bf16-fp8-page16", bf16, torch.uint8, page=16)
+    yield from _index(gpu, "index-bf16", bf16, bf16)
+    yield from _index(gpu, "index-fp32", fp32, fp32)
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -97,4 +101,30 @@ def _decode(
         operands, 0.07, max_query_len=1, num_splits=4 if split else 1, parts=parts, config=config
     )
     for call, suffix in zip(calls, ("", "-merge"), strict=False):
+        yield name + suffix, call
+
+
+def _index(
+    gpu: configs.Gpu, name: str, dtype: torch.dtype, stored: torch.dtype, *, page: int = 64
+) -> Iterator[tuple[str, launch.KernelCall]]:
+    """DeepSeek-V3.2's indexer: 64 heads of 128, 2048 keys of 64k."""
+    size = 132 if stored is torch.uint8 else 128
+    pages = index_launch.IndexPages.of(_empty(1024, page, size, dtype=stored), 128)
+    slots = _empty(256, dtype=torch.int64)
+    yield (
+        f"{name}-write",
+        index_launch.index_write_call(_empty(256, 128, dtype=dtype), pages, slots),
+    )
+    calls = index_launch.index_choose_calls(
+        _empty(256, 64, 128, dtype=dtype),
+        _empty(256, 64, dtype=torch.float32),
+        pages,
+        slots,
+        _empty(256, dtype=torch.int32),
+        _empty(64, 1 << 16, dtype=torch.int32),
+        _empty(256, 2048, dtype=torch.int32),
+        max_seq_len=1 << 16,
+        gpu=gpu,
+    )
+    for call, suffix in zip(calls, ("-score", "-top"), strict=False):
         yield name + suffix, call

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from attnkit.conformance.faults import Fault
+from attnkit.conformance.faults.fault import Fault
 from attnkit.conformance.mla.twin import (
     SparseTwinMLABackend,
     SparseTwinMLAImpl,

@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 
 from attnkit.compiled import forward_context
-from attnkit.conformance import laws
 from attnkit.conformance.checks import CacheWatch, bits, judge, run_and_judge
 from attnkit.conformance.inputs import Inputs
-from attnkit.conformance.laws import Law, claimed
+from attnkit.conformance.laws import Law, batches, calls, captured, pages
+from attnkit.conformance.laws.law import claimed
 from attnkit.conformance.mla.case import MLACase
 from attnkit.conformance.mla.subject import MLASubject
 from attnkit.conformance.subject import LawBroken, NotClaimed, Result, Subject
@@ -242,29 +242,29 @@ def _base(subject: Subject, **fields: object) -> MLACase:
 MLA_LAWS: dict[str, Law] = {
     law.__name__: law
     for law in (
-        laws.pages_do_not_matter,
-        laws.unread_memory_does_not_matter,
-        laws.runs_are_repeatable,
-        laws.batch_mates_do_not_matter,
-        laws.order_of_requests_does_not_matter,
-        laws.splitting_a_prompt_does_not_matter,
-        laws.padding_does_not_matter,
-        laws.plans_are_not_remembered,
-        laws.plan_follows_another_block_table,
-        laws.block_size_does_not_matter,
-        laws.parts_merge_by_their_lse,
-        laws.the_users_path_is_the_same,
+        pages.pages_do_not_matter,
+        pages.unread_memory_does_not_matter,
+        batches.runs_are_repeatable,
+        batches.batch_mates_do_not_matter,
+        batches.order_of_requests_does_not_matter,
+        batches.splitting_a_prompt_does_not_matter,
+        batches.padding_does_not_matter,
+        batches.plans_are_not_remembered,
+        pages.plan_follows_another_block_table,
+        pages.block_size_does_not_matter,
+        pages.parts_merge_by_their_lse,
+        calls.the_users_path_is_the_same,
         unwritten_slots_stay,
         absorbed_is_expanded,
         workspace_does_not_matter,
         strides_do_not_matter,
         lse_is_float32_per_token_and_head,
-        laws.codes_of_outputs_are_those_of_numbers,
+        calls.codes_of_outputs_are_those_of_numbers,
         profiling_writes_zeros,
         the_device_has_the_last_word_on_lengths,
         padding_rows_are_zero,
         lists_may_name_anything,
-        laws.captured_steps_replay,
+        captured.captured_steps_replay,
     )
 }
 """Name -> law, in the order they are checked."""

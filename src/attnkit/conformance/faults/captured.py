@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnkit.conformance.faults import Fault
+from attnkit.conformance.faults.fault import Fault
 from attnkit.conformance.twin import TwinBackend, TwinImpl
 from attnkit.contract import (
     COMMON_METADATA_FIELDS,

@@ -11,21 +11,22 @@ with a float32 scale per token behind them (`head_size + 4` bytes), or as plain 
 
 from __future__ import annotations
 
-import math
+import importlib
 
 import torch
 
+from attnkit.backends import INDEX_KERNELS
 from attnkit.contract import (
     CommonAttentionMetadata,
+    DeviceCapability,
     MLAAttentionSpec,
     kv_cache_torch_dtype,
 )
-from attnkit.errors import BatchError, ConfigurationError
+from attnkit.errors import BatchError, ConfigurationError, UnknownBackend, UnsupportedConfiguration
 from attnkit.kvcache.codecs import Fp8PerTokenHeadCodec
+from attnkit.mla.index_kernels import IndexKernels
 
 _FORMATS = ("fp8", "auto", "float16", "bfloat16", "float32")
-_MAX_PRODUCTS = 1 << 25
-"""Float32 elements (128 MiB) that products of one request's queries and keys may take at once."""
 
 
 class LightningIndexer:
@@ -36,6 +37,8 @@ class LightningIndexer:
         topk_tokens: keys a query is told at most.
         topk_indices_buffer: int32 (max_num_batched_tokens, topk_tokens), rows in the step's order,
             positions ascending, -1 behind them.
+        backend: the name of its kernels.
+        kernels: they.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class LightningIndexer:
         device: torch.device | str = "cpu",
         layer_name: str = "indexer",
         block_size: int = 16,
+        backend: str = "auto",
+        topk_indices_buffer: torch.Tensor | None = None,
     ) -> None:
         """
         Args:
@@ -62,9 +67,15 @@ class LightningIndexer:
             device: where it runs.
             layer_name: key of its cache.
             block_size: tokens in a block, as in the layer that it serves.
+            backend: "torch", "triton", or "auto": Triton on a GPU that it compiles for, else torch.
+            topk_indices_buffer: where lists go; layers that run one after the other may share it.
+                None: memory of its own.
 
         Raises:
-            ConfigurationError: a size below 1, or a format that keys are not stored in.
+            ConfigurationError: a size below 1, a format that keys are not stored in, or a buffer of
+                another shape, dtype or device.
+            UnknownBackend: no kernels have this name.
+            UnsupportedConfiguration: these cannot serve the indexer there.
         """
         sizes = {
             "num_heads": num_heads,
@@ -94,9 +105,23 @@ class LightningIndexer:
         )
         self._codec = Fp8PerTokenHeadCodec() if kv_cache_dtype == "fp8" else None
         self._dtype = torch.uint8 if self._codec else kv_cache_torch_dtype(kv_cache_dtype, dtype)
-        self.topk_indices_buffer = torch.full(
-            (max_num_batched_tokens, topk_tokens), -1, dtype=torch.int32, device=device
-        )
+        DeviceCapability.of(device)
+        self.device = torch.device(device)
+        self.backend, self.kernels = _kernels(backend, num_heads, head_size, self.device)
+        shape = (max_num_batched_tokens, topk_tokens)
+        lists = topk_indices_buffer
+        if lists is None:
+            lists = torch.full(shape, -1, dtype=torch.int32, device=device)
+        elif (lists.shape, lists.dtype, lists.device.type) != (
+            shape,
+            torch.int32,
+            self.device.type,
+        ):
+            raise ConfigurationError(
+                f"topk_indices_buffer is {lists.dtype} {tuple(lists.shape)} on {lists.device}; give "
+                f"torch.int32 {shape} on {self.device}"
+            )
+        self.topk_indices_buffer = lists
 
     def get_kv_cache_spec(self, block_size: int | None = None) -> MLAAttentionSpec:
         """What it keeps in the cache: one key a token.
@@ -120,7 +145,10 @@ class LightningIndexer:
         kv_cache: torch.Tensor,
         batch: CommonAttentionMetadata,
     ) -> torch.Tensor:
-        """Write this step's keys and fill `topk_indices_buffer`; waits for lengths on the device.
+        """Write this step's keys and fill `topk_indices_buffer`.
+
+        Kernels of torch wait for lengths on the device; those of Triton read them there, so that the
+        call may be captured, and replayed for lengths up to the `max_seq_len` of its batch.
 
         Args:
             q: (num_tokens, num_heads, head_size).
@@ -135,7 +163,7 @@ class LightningIndexer:
         Raises:
             BatchError: tensors that do not fit the indexer or the batch; nothing has been written.
         """
-        num_tokens = int(batch.query_start_loc_cpu[-1])
+        num_tokens = batch.num_actual_tokens
         shapes = {
             "q": (q, (self.num_heads, self.head_size)),
             "k": (k, (self.head_size,)),
@@ -160,72 +188,31 @@ class LightningIndexer:
                 "it with a larger max_num_batched_tokens"
             )
         cache = kv_cache[:, 0]
-        self._write(k, cache, batch.slot_mapping)
-        starts, kv_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
-        for request, kv_len in enumerate(kv_lens):
-            start, end = starts[request], starts[request + 1]
-            if start == end:
-                continue
-            keys = self._read(cache, batch.block_table_tensor[request], kv_len)
-            rows = max(1, _MAX_PRODUCTS // max(1, kv_len * self.num_heads))
-            for first in range(start, end, rows):
-                part = slice(first, min(first + rows, end))
-                num_seen = torch.arange(part.start - end, part.stop - end, device=q.device)
-                num_seen = num_seen + kv_len + 1
-                scores = index_scores(q[part], keys, weights[part])
-                lists[part] = top_positions(scores, num_seen, self.topk_tokens)
+        self.kernels.write(k, cache, batch.slot_mapping)
+        self.kernels.choose(q, weights, cache, batch, lists[:num_tokens])
         return lists[:num_tokens]
 
-    def _write(self, k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        written = slot_mapping >= 0
-        slots, rows = slot_mapping[written], k[: slot_mapping.shape[0]][written]
-        if self._codec is None:
-            rows = rows.to(cache.dtype)
-        else:
-            rows = self._codec.encode(rows, rows.new_ones(1, dtype=torch.float32))
-        cache[slots // self.block_size, slots % self.block_size] = rows
 
-    def _read(self, cache: torch.Tensor, table: torch.Tensor, kv_len: int) -> torch.Tensor:
-        """Keys of a request in order, float32 (kv_len, head_size)."""
-        blocks = table[: -(-kv_len // self.block_size)].long()
-        rows = cache[blocks].flatten(0, 1)[:kv_len]
-        if self._codec is None:
-            return rows.float()
-        return self._codec.decode(rows, self.head_size, rows.new_ones(1, dtype=torch.float32))
-
-
-def index_scores(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """How much each query wants each key.
-
-    Args:
-        q: (T, num_heads, head_size).
-        keys: (n, head_size).
-        weights: (T, num_heads).
-
-    Returns:
-        float32 (T, n).
-    """
-    products = torch.einsum("thd,nd->thn", q.float(), keys.float())
-    return torch.einsum("th,thn->tn", weights.float(), products.relu_())
-
-
-def top_positions(scores: torch.Tensor, num_seen: torch.Tensor, k: int) -> torch.Tensor:
-    """Positions of the best keys of each query; of equal scores the lower position is the better.
-
-    Args:
-        scores: (T, n). NaN counts as the least.
-        num_seen: int (T,): keys at the front that a query sees; 0 and less: none.
-        k: positions to give.
-
-    Returns:
-        int32 (T, k), ascending, -1 behind the last: all seen keys where these are no more than k.
-    """
-    num_queries, num_keys = scores.shape
-    positions = torch.arange(num_keys, device=scores.device)
-    hidden = (positions[None] >= num_seen[:, None]) | scores.isnan()
-    order = scores.masked_fill(hidden, -math.inf).sort(dim=1, descending=True, stable=True)[1]
-    best = order[:, :k]
-    best = torch.where(best < num_seen[:, None], best, num_keys).sort(dim=1)[0]
-    lists = torch.full((num_queries, k), -1, dtype=torch.int32, device=scores.device)
-    lists[:, : best.shape[1]] = torch.where(best < num_keys, best, -1)
-    return lists
+def _kernels(
+    asked: str, num_heads: int, head_size: int, device: torch.device
+) -> tuple[str, type[IndexKernels]]:
+    """The kernels of a name, or those that "auto" stands for, and their name."""
+    if asked != "auto" and asked not in INDEX_KERNELS:
+        raise UnknownBackend(
+            f"no kernels of an indexer are called {asked!r}; use auto or {', '.join(INDEX_KERNELS)}"
+        )
+    names = INDEX_KERNELS if asked == "auto" else (asked,)
+    if asked == "auto" and device.type != "cuda":
+        names = ("torch",)
+    for name in names:
+        module, _, attribute = INDEX_KERNELS[name].partition(":")
+        kernels: type[IndexKernels] = getattr(importlib.import_module(module), attribute)
+        refusal = kernels.refusal(num_heads, head_size, device)
+        if refusal is None:
+            return name, kernels
+        if asked != "auto":
+            raise UnsupportedConfiguration(
+                f"kernels {name!r} cannot serve this indexer: {refusal}; use backend='auto'",
+                (refusal,),
+            )
+    raise AssertionError("torch serves everything")

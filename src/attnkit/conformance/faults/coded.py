@@ -7,12 +7,11 @@ the codes, written apart from `kvcache/codecs.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
-from attnkit.conformance.faults import Fault
+from attnkit.conformance.faults.fault import FaultTable
 from attnkit.conformance.twin import TwinBackend, TwinImpl
 from attnkit.contract import AttentionSpec, CommonAttentionMetadata
 from attnkit.kvcache.formats import customize_spec
@@ -125,71 +124,60 @@ class CodedTwinBackend(TwinBackend):
         return head_size == head_size_v
 
 
-CODED_FAULTS: dict[str, Fault] = {}
+CODED_FAULTS = FaultTable(CodedTwinBackend)
 
 
-def _caught_by(check: str) -> Callable[[type[CodedTwinImpl]], type[CodedTwinImpl]]:
-    """Enter an impl with a mistake into the table."""
-
-    def enter(cls: type[CodedTwinImpl]) -> type[CodedTwinImpl]:
-        wrong = type(f"{cls.__name__}Backend", (CodedTwinBackend,), {"impl_cls": cls})
-        CODED_FAULTS[cls.__name__] = Fault(backend=wrong, caught_by=check)
-        return cls
-
-    return enter
-
-
-@_caught_by("case:fp8-decode-fp32")
+@CODED_FAULTS.caught_by("case:fp8-decode-fp32")
 class ScalesLeftOutByTheReader(CodedTwinImpl):
     def decode(self, data: Tensor, scale: Tensor) -> Tensor:
         return super().decode(data, torch.ones(1, 1))
 
 
-@_caught_by("case:fp8-decode-fp32")
+@CODED_FAULTS.caught_by("case:fp8-decode-fp32")
 class ScalesMultipliedByTheWriter(CodedTwinImpl):
     def encode(self, x: Tensor, scale: Tensor) -> Tensor:
         return super().encode(x, 1 / scale)
 
 
-@_caught_by("case:fp8-decode-fp32")
+@CODED_FAULTS.caught_by("case:fp8-decode-fp32")
 class ValueScaleIsTheKeys(CodedTwinImpl):
     def layer_scales(self, layer: Any) -> tuple[Tensor, Tensor]:
         k_scale, _ = super().layer_scales(layer)
         return k_scale, k_scale
 
 
-@_caught_by("case:fp8-per_head_scales-mixed")
+@CODED_FAULTS.caught_by("case:fp8-per_head_scales-mixed")
 class FirstHeadsScaleForAll(CodedTwinImpl):
     def layer_scales(self, layer: Any) -> tuple[Tensor, Tensor]:
         k_scale, v_scale = super().layer_scales(layer)
         return k_scale[:1], v_scale[:1]
 
 
-@_caught_by("case:fp8-saturated-fp16")
+@CODED_FAULTS.caught_by("case:fp8-saturated-fp16")
 class LargeNumbersBecomeNaN(CodedTwinImpl):
     def to_float8(self, x: Tensor) -> Tensor:
         return super().to_float8(torch.where(x.abs() > 448, torch.nan, x))
 
 
-@_caught_by("case:fp8-saturated-fp16")
+@CODED_FAULTS.caught_by("case:fp8-saturated-fp16")
 class LargeNumbersWrap(CodedTwinImpl):
     def to_float8(self, x: Tensor) -> Tensor:
         return super().to_float8(torch.where(x.abs() > 448, x % 448, x))
 
 
-@_caught_by("case:fp8_e5m2-decode-fp32")
+@CODED_FAULTS.caught_by("case:fp8_e5m2-decode-fp32")
 class DeclaredE5m2WrittenE4m3(CodedTwinImpl):
     def to_float8(self, x: Tensor) -> Tensor:
         return x.clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
-@_caught_by("case:fp8-denormals-bf16")
+@CODED_FAULTS.caught_by("case:fp8-denormals-bf16")
 class DenormalsFlushed(CodedTwinImpl):
     def to_float8(self, x: Tensor) -> Tensor:
         return super().to_float8(torch.where(x.abs() < 2.0**-6, 0.0, x))
 
 
-@_caught_by("case:fp8-decode-bf16")
+@CODED_FAULTS.caught_by("case:fp8-decode-bf16")
 class CodesCutOffInsteadOfRounded(CodedTwinImpl):
     def to_float8(self, x: Tensor) -> Tensor:
         nearest = super().to_float8(x)
@@ -199,20 +187,20 @@ class CodesCutOffInsteadOfRounded(CodedTwinImpl):
         )
 
 
-@_caught_by("case:int8_per_token_head-decode-fp32")
+@CODED_FAULTS.caught_by("case:int8_per_token_head-decode-fp32")
 class OneScaleForAllHeadsOfAToken(CodedTwinImpl):
     def own_scale(self, x: Tensor) -> Tensor:
         own = super().own_scale(x)
         return own.amax(0, keepdim=True).expand_as(own)
 
 
-@_caught_by("case:int8_per_token_head-zeros-fp32")
+@CODED_FAULTS.caught_by("case:int8_per_token_head-zeros-fp32")
 class ZerosDividedByZero(CodedTwinImpl):
     def own_scale(self, x: Tensor) -> Tensor:
         return x.abs().amax(-1, keepdim=True) / 127
 
 
-@_caught_by("law:unread_memory_does_not_matter")
+@CODED_FAULTS.caught_by("law:unread_memory_does_not_matter")
 class ScalesOfWholePages(CodedTwinImpl):
     """Codes are read up to the length, scales are summed over all slots of the page."""
 
@@ -224,13 +212,13 @@ class ScalesOfWholePages(CodedTwinImpl):
         return k, v
 
 
-@_caught_by("law:scales_of_what_is_not_quantised_do_not_matter")
+@CODED_FAULTS.caught_by("law:scales_of_what_is_not_quantised_do_not_matter")
 class ScoresTimesTheQueryScale(CodedTwinImpl):
     def score(self, score: Tensor, ahead: Tensor, seen: Tensor) -> Tensor:
         return super().score(score * self.layer._q_scale, ahead, seen)
 
 
-@_caught_by("law:scales_of_what_is_not_quantised_do_not_matter")
+@CODED_FAULTS.caught_by("law:scales_of_what_is_not_quantised_do_not_matter")
 class ScoresTimesTheWeightsScale(CodedTwinImpl):
     def values(self, v: Tensor, seen: Tensor) -> Tensor:
         return super().values(v, seen) * self.layer._prob_scale
