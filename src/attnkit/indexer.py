@@ -184,8 +184,8 @@ class LightningIndexer:
         lists = self.topk_indices_buffer
         if num_tokens > lists.shape[0]:
             raise BatchError(
-                f"the batch has {num_tokens} tokens, {self.layer_name} lists for {lists.shape[0]}; make "
-                "it with a larger max_num_batched_tokens"
+                f"the batch has {num_tokens} tokens, {self.layer_name} lists for {lists.shape[0]}; give "
+                "fewer at once, or make it with a larger max_num_batched_tokens"
             )
         cache = kv_cache[:, 0]
         self.kernels.write(k, cache, batch.slot_mapping)

@@ -69,6 +69,21 @@ def test_nearly_equal_kinds_are_one_group_each():
     assert len(plan_kv_cache(layers((FULL, 8), (WINDOW, 10))).groups) == 3
 
 
+def test_companions_follow_a_layer_with_pages_of_their_own():
+    """Two kinds that overlay each other, one with something of 3 bytes a token beside each layer."""
+    key = MLAAttentionSpec(block_size=16, head_size=3, dtype=torch.uint8)
+    narrow = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    specs = {"a": FULL, "b": narrow, "c": narrow}
+    plan = plan_kv_cache(specs, {"b": ("b.key", key), "c": ("c.key", key)})
+    assert [list(g.specs) for g in plan.groups] == [["a"], ["b", "b.key"], ["c", "c.key"]]
+    assert plan.storages == (("a", "b", "c"), ("b.key",), ("c.key",))
+    assert plan.specs["c.key"].block_size == plan.specs["c"].block_size == 32
+    assert plan.block_bytes == PAGE + 2 * 32 * 3
+    cache = PagedKVCache(plan.specs, 5, overlays=plan.storages)
+    assert cache.num_bytes == 5 * plan.block_bytes
+    assert cache["b.key"].shape == (5, 1, 32, 3)
+
+
 def test_smaller_pages_get_more_tokens():
     narrow = SlidingWindowSpec(
         block_size=16, sliding_window=32, num_kv_heads=1, head_size=8, dtype=torch.float32

@@ -118,14 +118,6 @@ def test_only_what_kv_b_proj_says_is_taken_for_a_latent() -> None:
     assert third.expand_kv(1, 2) == (1, 2)
 
 
-def test_a_sparse_layer_is_refused_by_name() -> None:
-    if "deepseek_v32" not in transformers.CONFIG_MAPPING:
-        pytest.skip("this version of transformers has no deepseek_v32")
-    model = make_model("deepseek_v32", index_n_heads=2, index_head_dim=16, index_topk=8)
-    with pytest.raises(ModelError, match=r"DeepseekV32ForCausalLM: .* indexer .* dense attention"):
-        facts_of(model)
-
-
 @pytest.mark.skipif(
     not is_packable(torch.zeros(1, 1, dtype=torch.bfloat16)), reason="no packed bfloat16 here"
 )

@@ -167,7 +167,8 @@ def _requests_of_model(
 
     kinds: dict[AttentionRequest, list[str]] = {}
     for facts in load_layer_facts(model, dtype):
-        if facts.latent is not None and serves_latents(backend):
+        is_sparse = facts.indexer is not None
+        if facts.latent is not None and (is_sparse or serves_latents(backend)):
             d = facts.latent.dimensions
             request = AttentionRequest(
                 head_size=d.latent_size,
@@ -175,6 +176,7 @@ def _requests_of_model(
                 num_heads=facts.num_heads,
                 num_kv_heads=1,
                 use_mla=True,
+                use_sparse=is_sparse,
                 mla=d,
             )
         else:
@@ -208,6 +210,7 @@ def _describe(request: AttentionRequest) -> str:
         "non-causal": request.use_non_causal,
         "ranges": request.use_mm_prefix,
         "tree": request.use_tree_mask,
+        "sparse": request.use_sparse,
         "scale per head": request.use_per_head_quant_scales,
         "LSE": request.return_lse,
     }

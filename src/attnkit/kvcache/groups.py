@@ -32,10 +32,18 @@ class KVCacheGroup:
     Attributes:
         layer_names: in the order of their storages; the last group of a kind may have fewer.
         spec: of each of them, with the block size that makes pages of all groups equal.
+        companions: names and specs of what is kept beside these layers under the same block table, with
+            as many tokens in a block and bytes of its own.
     """
 
     layer_names: tuple[str, ...]
     spec: KVCacheSpec
+    companions: tuple[tuple[str, KVCacheSpec], ...] = ()
+
+    @property
+    def specs(self) -> dict[str, KVCacheSpec]:
+        """Name -> spec of all that lies under its block table."""
+        return {**dict.fromkeys(self.layer_names, self.spec), **dict(self.companions)}
 
     @property
     def retention(self) -> Retention:
@@ -72,7 +80,8 @@ class KVCachePlan:
     Attributes:
         groups: in the order in which their first layers came; empty where no layer keeps anything.
         storages: per piece of memory, the layers that lie over it: `overlays` of `PagedKVCache`.
-        page_bytes: bytes of one block of one layer, the same everywhere.
+            Companions lie alone.
+        page_bytes: bytes of one block of one layer, the same for all but companions.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -82,7 +91,7 @@ class KVCachePlan:
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
         """Layer name -> spec, with unified block sizes."""
-        return {name: group.spec for group in self.groups for name in group.layer_names}
+        return {name: spec for group in self.groups for name, spec in group.specs.items()}
 
     @property
     def retentions(self) -> tuple[Retention, ...]:
@@ -92,7 +101,8 @@ class KVCachePlan:
     @property
     def block_bytes(self) -> int:
         """Bytes that one block id stands for, over all storages."""
-        return self.page_bytes * len(self.storages)
+        specs = self.specs
+        return sum(specs[names[0]].page_size_bytes for names in self.storages)
 
     def num_blocks(self, num_bytes: int) -> int:
         """Blocks that fit into a budget, the null block included.
@@ -118,7 +128,10 @@ class KVCachePlan:
         return self.max_blocks_per_request(max_model_len, max_in_flight_tokens) * self.block_bytes
 
 
-def plan_kv_cache(specs: Mapping[str, KVCacheSpec]) -> KVCachePlan:
+def plan_kv_cache(
+    specs: Mapping[str, KVCacheSpec],
+    companions: Mapping[str, tuple[str, KVCacheSpec]] | None = None,
+) -> KVCachePlan:
     """Group the layers of a model.
 
     Layers that keep nothing between steps (encoder-only) are in no group. Layers that read another's
@@ -126,6 +139,8 @@ def plan_kv_cache(specs: Mapping[str, KVCacheSpec]) -> KVCachePlan:
 
     Args:
         specs: layer name -> spec, in the model's order.
+        companions: layer name -> name and spec of what is kept beside it, of the same tokens; the pages
+            of both need not be equal. None: nothing.
 
     Raises:
         ConfigurationError: pages of different kinds cannot be made equal.
@@ -138,14 +153,28 @@ def plan_kv_cache(specs: Mapping[str, KVCacheSpec]) -> KVCachePlan:
         return KVCachePlan(groups=(), storages=(), page_bytes=0)
     size = _group_size([len(names) for names in kinds.values()])
     groups = tuple(
-        KVCacheGroup(layer_names=tuple(names[i : i + size]), spec=spec)
+        _group(spec, tuple(names[i : i + size]), companions or {})
         for spec, names in kinds.items()
         for i in range(0, len(names), size)
     )
     storages = tuple(
         tuple(g.layer_names[j] for g in groups if j < len(g.layer_names)) for j in range(size)
     )
+    storages += tuple((name,) for group in groups for name, _ in group.companions)
     return KVCachePlan(groups=groups, storages=storages, page_bytes=groups[0].spec.page_size_bytes)
+
+
+def _group(
+    spec: KVCacheSpec,
+    layer_names: tuple[str, ...],
+    companions: Mapping[str, tuple[str, KVCacheSpec]],
+) -> KVCacheGroup:
+    beside = [companions[name] for name in layer_names if name in companions]
+    return KVCacheGroup(
+        layer_names=layer_names,
+        spec=spec,
+        companions=tuple((n, s.copy_with_new_block_size(spec.block_size)) for n, s in beside),
+    )
 
 
 def _group_size(num_layers: list[int]) -> int:

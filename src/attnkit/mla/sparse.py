@@ -99,6 +99,8 @@ class SparseLatentImpl(LatentImpl[M]):
 
     is_sparse: ClassVar[bool] = True
     supports_dense_mha_prefill: ClassVar[bool] = False
+    index_backend: ClassVar[str] = "torch"
+    """Of an indexer that runs where this impl does: a name of `LightningIndexer`."""
 
     def prepare_layer(self) -> None:
         super().prepare_layer()

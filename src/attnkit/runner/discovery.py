@@ -17,6 +17,7 @@ from torch import nn
 from attnkit.contract import AttentionType
 from attnkit.errors import ModelError
 from attnkit.runner import hook, two_sides
+from attnkit.runner.indexers import IndexerFacts, indexer_facts, recording_choices
 from attnkit.runner.latents import Expansion, LatentFacts, latent_facts, recording_expansions
 from attnkit.runner.reach import Mask, Reach, reach_of_causal_mask, reach_of_open_mask
 from attnkit.runner.temperature import QueryTemperature, left_to_us
@@ -49,6 +50,8 @@ class LayerFacts:
         alibi_slopes: one per query head; None: no ALiBi.
         dtype: of queries, which need not be that of the weights (they may be quantised).
         latent: its keys and values are expanded latents, which it may keep instead; None: no.
+        indexer: chooses the keys it attends to, which is then a layer over latents; None: it attends to
+            all that it sees.
         temperature: what queries are scaled with by their position, which the layer must do in the
             module's place; None: nothing.
         attn_type: what it attends to.
@@ -68,6 +71,7 @@ class LayerFacts:
     alibi_slopes: tuple[float, ...] | None
     dtype: torch.dtype
     latent: LatentFacts | None = None
+    indexer: IndexerFacts | None = None
     temperature: QueryTemperature | None = None
     attn_type: AttentionType = AttentionType.DECODER
 
@@ -139,7 +143,7 @@ def discover_layers(
     shuffled = ids[order]
     shuffled[changed] = (shuffled[changed] + 1) % vocab_size
     with left_to_us(model) as temperatures:
-        with recording_expansions(model) as expansions:
+        with recording_expansions(model) as expansions, recording_choices(model) as choices:
             first, first_output = _probe(model, ids, positions)
         second, second_output = _probe(model, shuffled, positions[order])
     if not first:
@@ -165,8 +169,16 @@ def discover_layers(
         seen.add(call.module)
         attn_type = AttentionType.ENCODER_ONLY if encoder else _attn_type(model, call.module)
         is_open = attn_type is not AttentionType.DECODER
-        fact = layer_facts(kind, name, call, max_model_len, reaches, encoder=is_open)
+        indexer = None if is_open else indexer_facts(call.module, choices.get(call.module))
+        fact = layer_facts(
+            kind, name, call, max_model_len, reaches, encoder=is_open, indexer=indexer
+        )
         latent = None if is_open else _latent(fact, call, expansions)
+        if indexer is not None and latent is None:
+            raise ModelError(
+                f"{kind}: layer {name} attends to chosen keys, and not over latents that its kv_b_proj "
+                "expands, which attnkit's sparse layers do; use another model"
+            )
         temperature = temperatures.get(call.module)
         facts.append(replace(fact, latent=latent, temperature=temperature, attn_type=attn_type))
     return tuple(facts)
@@ -257,6 +269,7 @@ def layer_facts(
     reaches: dict[int, Reach],
     *,
     encoder: bool = False,
+    indexer: IndexerFacts | None = None,
 ) -> LayerFacts:
     """What a call says of its layer.
 
@@ -267,6 +280,7 @@ def layer_facts(
         max_model_len: masks are read up to this position.
         reaches: by the id of a mask, what has been read of it; grows.
         encoder: it must see both directions.
+        indexer: that chooses its keys, if it has one that is known.
 
     Raises:
         ModelError: attnkit does not know what the layer asks for.
@@ -284,15 +298,16 @@ def layer_facts(
             f"{where} is bidirectional (is_causal False); attnkit.LLM drives causal decoders: use "
             "attnkit.Embedder for encoders"
         )
-    if getattr(call.module, "indexer", None) is not None:
+    if indexer is None and getattr(call.module, "indexer", None) is not None:
         raise ModelError(
-            f"{where} attends to keys that an indexer picks for each query (sparse attention), which "
-            "attnkit's runner does not do yet; use a model with dense attention"
+            f"{where} attends to keys that an indexer picks for each query (sparse attention), in a way "
+            "that attnkit does not know (it knows DeepSeek-V3.2's); use a model with dense attention"
         )
+    harmless = _HARMLESS if indexer is None else _HARMLESS | {"indices"}
     unknown = sorted(
         key
         for key, value in options.items()
-        if value is not None and key not in _HARMLESS and key not in ("dropout", "is_causal")
+        if value is not None and key not in harmless and key not in ("dropout", "is_causal")
     )
     if unknown:
         raise ModelError(
@@ -317,6 +332,7 @@ def layer_facts(
         sinks=None if sinks is None else sinks.detach(),
         alibi_slopes=None if slopes is None else tuple(slopes.tolist()),
         dtype=call.query.dtype,
+        indexer=indexer,
     )
 
 

@@ -310,7 +310,7 @@ class Engine:
             layers = {}
             for group, table in zip(self.model.kv_plan.groups, hit.tables, strict=True):
                 first = next((i for i, b in enumerate(table) if b != NULL_BLOCK), len(table))
-                for name in group.layer_names:
+                for name in group.specs:
                     rows = self.cache.read_blocks(name, table[first:]).cpu()
                     layers[name] = self._contents(name, first * group.retention.block_size, rows)
         return PrefixContents(
@@ -320,7 +320,7 @@ class Engine:
     def empty_prefix(self, model: str) -> PrefixContents:
         """No token, but what rows must look like: for `KVConnector.load`."""
         layers = {name: self._contents(name, 0, self.cache.read_blocks(name, ()).cpu())
-                  for name in self.model.layers}  # fmt: skip
+                  for name in self.model.kv_plan.specs}  # fmt: skip
         return PrefixContents(model=model, token_ids=(), layers=layers)
 
     def import_prefix(self, contents: PrefixContents) -> int:
@@ -349,7 +349,7 @@ class Engine:
             if self._poison:  # Or the next step would, over what is written now.
                 self.cache.poison_blocks(manager.pool.take_poisonable())
             for group, span, table in zip(groups, spans, blocks.tables, strict=True):
-                for name in group.layer_names if span else ():
+                for name in group.specs if span else ():
                     rows = rows_of(layers[name], span, group.retention.block_size)
                     self.cache.write_blocks(name, table[span.start :], rows)
             manager.settle(blocks, contents.token_ids, num_tokens)
@@ -357,7 +357,9 @@ class Engine:
         return num_tokens // manager.hit_unit * manager.hit_unit
 
     def _contents(self, name: str, first_token: int, rows: torch.Tensor) -> LayerContents:
-        layer = self.model.layers[name]
+        layer = self.model.layers.get(name)
+        if layer is None:  # What is kept beside a layer has no scales of the model.
+            return LayerContents(first_token=first_token, rows=rows)
         scales = [tuple(s.flatten().tolist()) for s in (layer._k_scale, layer._v_scale)]
         return LayerContents(
             first_token=first_token,

@@ -17,11 +17,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from attnkit.compiled import current_forward_context
+from attnkit.compiled import current_forward_context, new_handle, order_token
 from attnkit.errors import ModelError
+from attnkit.indexer import LightningIndexer
 from attnkit.layer import Attention
 from attnkit.mla_layer import MLAAttention
 from attnkit.paged_layer import PagedLayer
+from attnkit.runner.indexers import IndexerFacts, choose_again, choose_instead, index_inputs
 from attnkit.runner.latents import expand_again, keep_latents
 from attnkit.runner.temperature import QueryTemperature, leave_to_us, take_back
 
@@ -57,7 +59,60 @@ class ModelLayer(_InSteps, Attention):
 
 
 class ModelLatentLayer(_InSteps, MLAAttention):
-    """One that keeps latents."""
+    """One that keeps latents.
+
+    Attributes:
+        chooser: of the keys it attends to; None: it attends to all.
+    """
+
+    chooser: ModelIndexer | None = None
+
+
+class ModelIndexer:
+    """Chooses keys in the place of a model's indexer. To a compiled graph it is one opaque node, as a
+    layer is, and its lists are what the node writes.
+
+    Attributes:
+        module: the model's indexer, whose projections are used.
+        indexer: ours.
+        layer_name: key of its cache and plan.
+    """
+
+    def __init__(self, facts: IndexerFacts, indexer: LightningIndexer) -> None:
+        self.module, self.indexer, self.layer_name = facts.module, indexer, indexer.layer_name
+        self._order = order_token(indexer.device)
+        self._handle = new_handle(self)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, q_resid: torch.Tensor, rotation: Any, *_: Any, **__: Any
+    ) -> None:
+        """The model's call; what masks and caches say is in the step's plan."""
+        inputs = index_inputs(self.module, hidden_states, q_resid, rotation)
+        lists = self.indexer.topk_indices_buffer
+        if torch.compiler.is_compiling():
+            torch.ops.attnkit.attention(*inputs, lists, None, self._order, self._handle)
+        else:
+            self._fill(*inputs, lists)
+
+    def _fill(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+        kv_cache: torch.Tensor | None = None,
+        attn_metadata: Any | None = None,
+    ) -> None:
+        """Fill the lists; value is the weights. Cache and plan come from the step, as a layer's do."""
+        context = current_forward_context()
+        if context is None:
+            raise ModelError(_outside(self.layer_name))
+        batch = context.plan_of(self.layer_name)
+        if batch is not None:
+            assert key is not None
+            assert value is not None
+            self.indexer.choose(query, key, value, context.kv_caches[self.layer_name], batch)
 
 
 class Recorder(Protocol):
@@ -110,6 +165,8 @@ def attach(module: nn.Module, layer: ModelLayer | ModelLatentLayer) -> None:
     object.__setattr__(module, _LAYER, layer)
     if isinstance(layer, ModelLatentLayer):
         keep_latents(module)
+        if layer.chooser is not None:
+            choose_instead(layer.chooser.module, layer.chooser)
     elif layer.temperature is not None:
         leave_to_us(module)
 
@@ -118,6 +175,8 @@ def detach(module: nn.Module) -> None:
     """Undo `attach`; nothing happens where nothing was attached."""
     layer = module.__dict__.pop(_LAYER, None)
     expand_again(module)
+    if isinstance(layer, ModelLatentLayer) and layer.chooser is not None:
+        choose_again(layer.chooser.module)
     if isinstance(layer, ModelLayer) and layer.temperature is not None:
         take_back(module)
 
@@ -137,7 +196,7 @@ def run_attention(
         query: [B, num_heads, T, head_size]; key and value alike with num_kv_heads heads, or the latents
             and rotated parts of a layer that keeps these. Row after row they are the tokens of the
             step's batch; the runner has B = 1.
-        attention_mask: None; what is visible follows from the plan and the layer.
+        attention_mask: None, or `NO_MASK`'s shape; what is visible follows from the plan and the layer.
         options: transformers' per-layer facts, read once by `discovery` and constant since.
 
     Returns:
@@ -149,7 +208,7 @@ def run_attention(
     layer = getattr(module, _LAYER, None)
     if layer is None:
         raise ModelError(_outside(type(module).__name__))
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.numel():
         raise ModelError(
             f"{layer.layer_name} was given a mask of its own, which attnkit would ignore; leave it out"
         )
@@ -176,6 +235,10 @@ def probe_attention(
     recorder = _RECORDER.get()
     return recorder.attention(module, query, key, value, attention_mask, options), None
 
+
+NO_MASK = (1, 1, 0, 0)
+"""Shape of a mask that says nothing, for models that cut a piece out of theirs: transformers takes a
+mask of four dimensions for a finished one and hands it on."""
 
 FUNCTIONS = {RUN: run_attention, PROBE: probe_attention}
 """What each name stands for."""

@@ -35,12 +35,14 @@ from attnkit.contract import (
     VllmConfig,
 )
 from attnkit.errors import ConfigurationError, ModelError
+from attnkit.indexer import LightningIndexer
 from attnkit.kvcache.groups import KVCachePlan, plan_kv_cache
 from attnkit.kvcache.pool import PagedKVCache
 from attnkit.paged_layer import PagedLayer
 from attnkit.runner import hook, two_sides
 from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.discovery import LayerFacts
+from attnkit.runner.indexers import IndexerFacts, make_indexer
 from attnkit.runner.loading import load_model
 from attnkit.runner.step import StepInputs
 from attnkit.runner.takeover import (
@@ -68,10 +70,13 @@ class PackedModel:
         vocab_size: width of the logits.
         layers: layer name -> `attnkit.Attention`, or `attnkit.MLAAttention` where the model expands
             latents and no backend for keys and values was named; in the order of the forward pass.
+        indexers: layer name -> who chooses the keys of a sparse layer. Their keys are companions in
+            `kv_plan`.
         kv_plan: what they keep in the cache, and which of them share a block table.
         block_size: tokens in a page; more in groups whose tokens take fewer bytes (see `kv_plan`).
         blocks_per_block: kernel blocks in a page.
         capture_sizes: rows that decode steps may be captured with, smallest first.
+        attention_mask: what the model must be given as its own; None: nothing.
     """
 
     def __init__(
@@ -111,6 +116,7 @@ class PackedModel:
         self._use_kv_connector = use_kv_connector
         self._is_compiled = False
         self._choose: Choose = functools.cache(select)
+        self._lists: dict[tuple[int, int], torch.Tensor] = {}
         self._previous = attention_names(model)
         with left_alone_on_error(model):
             facts = self._probe()
@@ -140,7 +146,8 @@ class PackedModel:
             if layer.get_cudagraph_support() is AttentionCGSupport.NEVER
         ]
         if not never:
-            return None
+            waiting = [n for n, x in self.indexers.items() if not x.kernels.is_capturable]
+            return f"the keys of {count_names(waiting)} are chosen on the host" if waiting else None
         backend = self.layers[never[0]].selection.name
         return f"{backend} says AttentionCGSupport.NEVER, and runs {count_names(never)}"
 
@@ -187,11 +194,19 @@ class PackedModel:
         specs: dict[str, AttentionSpec] = {}
         for name, layer in layers.items():
             specs[name] = self._cache_spec(layer, wanted)
-        self.kv_plan = plan_kv_cache(specs)
+        beside = {
+            name: (indexer.layer_name, indexer.get_kv_cache_spec(wanted))
+            for name, indexer in _indexers(layers).items()
+        }
+        self.kv_plan = plan_kv_cache(specs, beside)
         self.blocks_per_block = _blocks_per_block(self.kv_plan, layers)
         config = replace(config, cache_config=CacheConfig(block_size=wanted))
         sizes = {n: s.block_size // self.blocks_per_block for n, s in self.kv_plan.specs.items()}
         self.layers = {f.name: self._layer(f, backend, sizes[f.name], config) for f in facts}
+        self.indexers = _indexers(self.layers)
+        self.attention_mask = None
+        if self.indexers:
+            self.attention_mask = torch.empty(hook.NO_MASK, device=self.device)
 
     def _cache_spec(
         self, layer: hook.ModelLayer | hook.ModelLatentLayer, block_size: int
@@ -258,6 +273,8 @@ class PackedModel:
         options: dict[str, Any] = {}
         if self._takes_logits_to_keep:
             options["logits_to_keep"] = logits_indices
+        if self.attention_mask is not None:
+            options["attention_mask"] = self.attention_mask
         with (
             torch.inference_mode(),
             forward_context(plans, cache.by_layer, positions),
@@ -295,8 +312,11 @@ class PackedModel:
         block_size: int,
         config: VllmConfig,
     ) -> hook.ModelLayer | hook.ModelLatentLayer:
-        if fact.latent is not None and serves_latents(backend):
-            return hook.ModelLatentLayer(
+        if fact.latent is not None and (fact.indexer is not None or serves_latents(backend)):
+            chooser = None
+            if fact.indexer is not None:
+                chooser = self._chooser(fact, fact.indexer, backend, block_size, config)
+            layer = hook.ModelLatentLayer(
                 fact.num_heads,
                 fact.latent.dimensions,
                 fact.latent.kv_b_proj,
@@ -307,9 +327,12 @@ class PackedModel:
                 layer_name=fact.name,
                 block_size=block_size,
                 use_kv_connector=self._use_kv_connector,
+                indexer=None if chooser is None else chooser.indexer,
                 vllm_config=config,
                 choose=self._choose,
             )
+            layer.chooser = chooser
+            return layer
         if fact.attn_type is AttentionType.ENCODER_DECODER:
             # To the backend underneath it is a batch without causality.
             chosen = self._dense_layer(fact, backend, block_size, config, use_non_causal=True)
@@ -319,6 +342,24 @@ class PackedModel:
             layer = self._dense_layer(fact, backend, block_size, config, fact.attn_type)
         layer.temperature = fact.temperature
         return layer
+
+    def _chooser(
+        self,
+        fact: LayerFacts,
+        facts: IndexerFacts,
+        backend: str | type[AttentionBackend],
+        block_size: int,
+        config: VllmConfig,
+    ) -> hook.ModelIndexer:
+        """Of the keys of a sparse layer. Layers run in turn, so they share their lists."""
+        scheduler = config.scheduler_config
+        rows = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        shape = (rows, facts.topk_tokens)
+        if shape not in self._lists:
+            self._lists[shape] = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        name = f"{fact.name}.indexer"
+        ours = make_indexer(name, facts, self._lists[shape], fact.dtype, block_size, backend)
+        return hook.ModelIndexer(facts, ours)
 
     def _dense_layer(
         self,
@@ -366,6 +407,8 @@ class StepPlanner:
             (key[0], names, packed.layers[names[0]].make_builder(names))
             for key, names in members.items()
         ]
+        groups = enumerate(packed.kv_plan.groups)
+        self._companions = [(i, name) for i, g in groups for name, _ in g.companions]
 
     @property
     def reorder_batch_threshold(self) -> int | None:
@@ -376,13 +419,13 @@ class StepPlanner:
     def plan(
         self, batches: Sequence[CommonAttentionMetadata], *, for_capture: bool = False
     ) -> dict[str, Any]:
-        """Layer name -> plan.
+        """Layer name -> plan; what is kept beside a layer has the batch.
 
         Args:
             batches: one per group of `PackedModel.kv_plan`.
             for_capture: a graph is captured with these plans.
         """
-        plans: dict[str, Any] = {}
+        plans: dict[str, Any] = {name: batches[group] for group, name in self._companions}
         for group, names, builder in self._builders:
             batch = batches[group]
             made = (
@@ -423,6 +466,15 @@ def _worth_checking(guards: Sequence[Any]) -> list[bool]:
     ]
 
 
+def _indexers(layers: Mapping[str, PagedLayer]) -> dict[str, LightningIndexer]:
+    """Layer name -> who chooses its keys."""
+    return {
+        name: layer.chooser.indexer
+        for name, layer in layers.items()
+        if isinstance(layer, hook.ModelLatentLayer) and layer.chooser is not None
+    }
+
+
 def serves_latents(backend: str | type[AttentionBackend]) -> bool:
     """Layers that may keep latents do, unless somebody names a backend for keys and values.
 
@@ -457,7 +509,7 @@ def max_model_len_of(config: Any, given: int | None) -> int:
 
 def _blocks_per_block(plan: KVCachePlan, layers: Mapping[str, PagedLayer]) -> int:
     """Into how few kernel blocks a page must be split for every layer's kernels to read them."""
-    pairs = {(s.block_size, layers[n].backend) for n, s in plan.specs.items()}
+    pairs = {(plan.specs[name].block_size, layer.backend) for name, layer in layers.items()}
     for ratio in range(1, min(size for size, _ in pairs) + 1):
         if all(size % ratio == 0 and _reads(b, size // ratio) for size, b in pairs):
             return ratio

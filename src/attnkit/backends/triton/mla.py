@@ -294,6 +294,8 @@ class TritonMLASparseBackend(TritonMLABackend):
 class TritonMLASparseImpl(SparseLatentImpl[TritonMLAMetadata], TritonMLAImpl):
     """One layer whose queries attend to listed keys."""
 
+    index_backend: ClassVar[str] = "triton"
+
     @staticmethod
     def get_backend_cls() -> type[TritonMLASparseBackend]:
         return TritonMLASparseBackend

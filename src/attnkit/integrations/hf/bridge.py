@@ -133,6 +133,8 @@ class Bridge:
         context = forward_context(plans, pages.cache.by_layer, batches[0].positions)
         as_tuple = given.get("return_dict") is False
         given.update(position_ids=positions, use_cache=False, return_dict=True)
+        if self.packed.attention_mask is not None:
+            given["attention_mask"] = self.packed.attention_mask
         context.__enter__()
         self._steps.append(_Step(context, pages, num_new, padding, cache, as_tuple))
         return (), given
