@@ -78,6 +78,15 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(family: str, changes: dict
         assert sizes == (1, 2, 4, 8)
 
 
+def test_steps_that_run_ahead_replay_too() -> None:
+    model = tiny_models.make_model()
+    _, expected = generate(model, backend="reference")
+    engine, tokens = generate(model, recorder=GraphSimulator(), runs_ahead=True)
+    assert tokens == expected
+    assert engine.graphs is not None
+    assert set(engine.graphs.sizes) >= {1, 2, 4}
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_graphs_give_the_tokens_of_eager_steps() -> None:
     model = tiny_models.make_model("gemma2").cuda()

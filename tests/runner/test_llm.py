@@ -534,6 +534,7 @@ def test_random_schedules_leak_no_page_and_change_no_token(alone, part):
             max_num_batched_tokens=budget,
             enable_prefix_caching=rng.random() < 0.7,
             poison=True,
+            runs_ahead=seed % 2 == 0,
         )
         waiting = rng.sample(range(len(cases)), 6)
         running: dict[int, Entry] = {}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnkit.runner.sampler import SamplingState, sample
+from attnkit.runner.sampler import SamplingState, draw
 from attnkit.runner.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def logits_of(probabilities: list[float]) -> torch.Tensor:
 def draws(logits: torch.Tensor, num_draws: int, **params) -> np.ndarray:
     """Frequencies of the tokens over many draws from one row."""
     states = [state(seed=s, vocab=logits.shape[1], **params) for s in range(num_draws)]
-    tokens = [s.token_id for s in sample(logits.expand(num_draws, -1), states)]
+    tokens = [s.token_id for s in draw(logits.expand(num_draws, -1), states).read()]
     return np.bincount(np.array(tokens), minlength=logits.shape[1]) / num_draws
 
 
@@ -35,12 +35,12 @@ def rand_logits(num_rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tenso
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_greedy_is_the_argmax(dtype):
     logits = rand_logits(9).to(dtype)
-    tokens = [s.token_id for s in sample(logits, [state(temperature=0)] * 9)]
+    tokens = [s.token_id for s in draw(logits, [state(temperature=0)] * 9).read()]
     assert tokens == logits.max(-1).indices.tolist()
 
 
 def test_no_rows_need_no_logits():
-    assert sample(torch.empty(0, VOCAB), []) == []
+    assert draw(torch.empty(0, VOCAB), []).read() == []
 
 
 def test_temperature_scales_the_distribution():
@@ -134,7 +134,7 @@ def test_a_token_without_probability_is_never_drawn():
 def test_a_tiny_temperature_is_greedy(temperature):
     logits = rand_logits(20)
     states = [state(seed=s, temperature=temperature) for s in range(20)]
-    tokens = [s.token_id for s in sample(logits, states)]
+    tokens = [s.token_id for s in draw(logits, states).read()]
     assert tokens == logits.argmax(-1).tolist()
 
 
@@ -168,7 +168,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(dtype):
         outcome: dict[int, list] = {r: [] for r in rows}
         for logits in steps:
             for r, sampled in zip(
-                rows, sample(logits[rows], [states[r] for r in rows]), strict=True
+                rows, draw(logits[rows], [states[r] for r in rows]).read(), strict=True
             ):
                 outcome[r].append(sampled)
         return outcome
@@ -185,7 +185,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(dtype):
 def test_a_seed_repeats_and_another_seed_differs():
     def run(**params) -> list[int | None]:
         one = state(temperature=1.0, **params)
-        return [sample(rand_logits(1, seed=s), [one])[0].token_id for s in range(20)]
+        return [draw(rand_logits(1, seed=s), [one]).read()[0].token_id for s in range(20)]
 
     assert run(seed=7) == run(seed=7)
     assert run(seed=7) != run(seed=8)
@@ -200,10 +200,10 @@ def test_repetition_penalty_counts_prompt_and_output():
     logits = torch.tensor([[2.0, 1.9, -1.0, 1.8]])
     one = state(prompt=[0], vocab=4, temperature=0, repetition_penalty=1.2)
     # 2.0 / 1.2 < 1.9, then 1.9 / 1.2 < 1.8, then 2.0 / 1.2 is the largest left.
-    assert [sample(logits, [one])[0].token_id for _ in range(4)] == [1, 3, 0, 0]
+    assert [draw(logits, [one]).read()[0].token_id for _ in range(4)] == [1, 3, 0, 0]
     negative = torch.tensor([[-1.0, -1.1]])
     one = state(prompt=[0], vocab=2, temperature=0, repetition_penalty=1.2)
-    assert sample(negative, [one])[0].token_id == 1  # -1.0 * 1.2 < -1.1
+    assert draw(negative, [one]).read()[0].token_id == 1  # -1.0 * 1.2 < -1.1
 
 
 def test_repetition_penalty_is_transformers():
@@ -212,7 +212,7 @@ def test_repetition_penalty_is_transformers():
     prompt = [3, 3, 17, 200]
     expected = transformers.RepetitionPenaltyLogitsProcessor(2.5)(torch.tensor([prompt]), logits)
     one = state(prompt=prompt, temperature=0, repetition_penalty=2.5)
-    assert sample(logits, [one])[0].token_id == int(expected.argmax())
+    assert draw(logits, [one]).read()[0].token_id == int(expected.argmax())
 
 
 def test_logprobs_are_those_of_the_model():
@@ -223,7 +223,7 @@ def test_logprobs_are_those_of_the_model():
         state(temperature=0),
     ]
     expected = logits.double().log_softmax(-1)
-    rows = sample(logits, states)
+    rows = draw(logits, states).read()
     assert rows[2].logprobs is None
     for row, wanted in ((0, 4), (1, 2)):
         found = rows[row].logprobs
@@ -241,7 +241,7 @@ def test_logprobs_are_those_of_the_model():
 def test_logprobs_0_is_the_chosen_token_alone_and_more_than_the_vocabulary_is_all():
     logits = rand_logits(2, vocab=5)
     states = [state(vocab=5, logprobs=0, seed=4), state(vocab=5, logprobs=50, seed=4)]
-    one, everything = sample(logits, states)
+    one, everything = draw(logits, states).read()
     assert list(one.logprobs or ()) == [one.token_id]
     assert sorted(everything.logprobs or ()) == [0, 1, 2, 3, 4]
 
@@ -250,9 +250,9 @@ def test_logprobs_0_is_the_chosen_token_alone_and_more_than_the_vocabulary_is_al
 @pytest.mark.parametrize("params", PARAMS)
 def test_logits_that_are_not_finite_give_no_token_and_hurt_nobody_else(bad, params):
     logits = rand_logits(3)
-    good = sample(logits, [state(seed=r, **params) for r in range(3)])
+    good = draw(logits, [state(seed=r, **params) for r in range(3)]).read()
     logits[1, 77] = bad
-    rows = sample(logits, [state(seed=r, **params) for r in range(3)])
+    rows = draw(logits, [state(seed=r, **params) for r in range(3)]).read()
     assert rows[1].token_id is None
     assert (rows[0], rows[2]) == (good[0], good[2])
 
@@ -260,5 +260,5 @@ def test_logits_that_are_not_finite_give_no_token_and_hurt_nobody_else(bad, para
 def test_logits_are_left_as_they_were():
     logits = rand_logits(len(PARAMS))
     before = logits.clone()
-    sample(logits, [state(**params) for params in PARAMS])
+    draw(logits, [state(**params) for params in PARAMS]).read()
     assert torch.equal(logits, before)

@@ -325,7 +325,7 @@ def test_a_request_is_cancelled_at_any_time_and_the_others_go_on(when):
         scheduler.commit(output, model.run(output))
     assert b.finish_reason is FinishReason.ABORT
     assert "b" in scheduler.schedule().finished_ids
-    scheduler.discard(scheduler._in_flight)
+    scheduler.discard(scheduler._in_flight[-1])
     run_all(scheduler, model)
     assert a.output_token_ids == generate(a)
     assert b.output_token_ids == generate(b)[: b.num_output_tokens]

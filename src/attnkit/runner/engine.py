@@ -1,8 +1,9 @@
 """The engine: steps of continuous batching over one model, for any number of requests at once.
 
 In: requests, at any time. Out: after each step, entries whose tokens and text have grown. One step is
-schedule, upload, plan, model, sample, commit; whoever wants progress calls `step`. One lock makes it
-safe to do so from several threads.
+schedule, upload, plan, model, sample, commit; whoever wants progress calls `step`. Before a GPU's tokens
+are awaited the next step is launched where it does not hang on them, so that the GPU does not wait for
+the host. One lock makes it safe to call from several threads.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from attnkit.runner.graphs import DecodeGraphs, Recorder
 from attnkit.runner.model import PackedModel, StepPlanner
 from attnkit.runner.output import CompletionOutput, RequestOutput, StreamOutput
 from attnkit.runner.request import FinishReason, Request
-from attnkit.runner.sampler import Logprob, Sampled, SamplingState, sample
+from attnkit.runner.sampler import Draw, Logprob, Sampled, SamplingState, draw
 from attnkit.runner.sampling_params import SamplingParams
 from attnkit.runner.scheduler import Scheduler, SchedulerOutput
 from attnkit.runner.step import build_step
@@ -131,6 +132,15 @@ class Entry:
         return last if last in request.sampling_params.stop_token_ids else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Flight:
+    """A step that was launched: what it was, and its tokens on their way, one an entry."""
+
+    output: SchedulerOutput
+    entries: list[Entry]
+    draw: Draw
+
+
 class Engine:
     """Continuous batching on one `PackedModel`.
 
@@ -155,6 +165,7 @@ class Engine:
         poison: bool = False,
         recorder: Recorder | None = None,
         graphs_required: bool = False,
+        runs_ahead: bool | None = None,
     ) -> None:
         """
         Args:
@@ -169,6 +180,8 @@ class Engine:
             recorder: captures decode steps of the model's `capture_sizes` as graphs; None: every step
                 runs without.
             graphs_required: a decode step that cannot be captured raises.
+            runs_ahead: launch a step before the tokens of the one before are known, where it does not
+                hang on them; requests that end have a row too many then. None: on a GPU.
 
         Raises:
             ConfigurationError: a bound is not allowed.
@@ -195,6 +208,8 @@ class Engine:
         self._tokenizer = tokenizer
         self._seed = seed
         self._poison = poison
+        self._runs_ahead = model.device.type == "cuda" if runs_ahead is None else runs_ahead
+        self._flight: Flight | None = None
         self._lock = threading.RLock()
         self._entries: dict[str, Entry] = {}
         self._numbers = itertools.count()
@@ -289,6 +304,7 @@ class Engine:
             for entry in unfinished:
                 self.scheduler.finish(entry.request.request_id, FinishReason.ABORT)
                 self._entries.pop(entry.request.request_id, None)
+            self._drop_idle_flight()
 
     def advance(self, entry: Entry) -> StreamOutput:
         """Step until this entry has news, and give them out; another thread's steps count."""
@@ -371,42 +387,94 @@ class Engine:
     def step(self) -> None:
         """Run one step for whoever is scheduled. Nothing happens where no request is left."""
         with self._lock:
-            output = self.scheduler.schedule()
-            self._num_preemptions += len(output.preempted_ids)
-            for request_id in output.finished_ids:  # those that ended without running
-                self._entries.pop(request_id, None)
-            if not output.scheduled:
-                self.scheduler.commit(output, {})
+            flight, self._flight = self._flight, None
+            if flight is None:
+                flight = self._launch_next()
+            if flight is None:
                 return
             try:
-                sampled = self._run(output)
-            except BaseException:
-                self.scheduler.discard(output)
-                raise
-            self._commit(output, sampled)
+                self._flight = self._launch_ahead(flight)
+            finally:
+                self._land(flight)
+            self._drop_idle_flight()
 
-    def _run(self, output: SchedulerOutput) -> list[tuple[Entry, Sampled]]:
-        """The device's part of a step: from the upload to the tokens coming down."""
-        if self._poison:
-            self.cache.poison_blocks(self.manager.pool.take_poisonable())
-        with torch.inference_mode():
-            graph = None if self.graphs is None else self.graphs.fitting(output)
-            inputs = build_step(
-                output,
-                self._block_sizes,
-                self.model.blocks_per_block,
-                self.model.device,
-                None if graph is None else graph.static,
-                self._follow_encoder,
-            )
-            plans = self._planner.plan(inputs.batches)
-            if graph is None:
-                logits = self.model.run(inputs, plans, self.cache)
-            else:
-                logits = graph.replay(plans, len(inputs.sampled))
-            entries = [self._entries[request.request_id] for request in inputs.sampled]
-            outcomes = sample(logits, [entry.state for entry in entries])
-        return list(zip(entries, outcomes, strict=True))
+    def _launch_next(self) -> Flight | None:
+        output = self.scheduler.schedule()
+        self._num_preemptions += len(output.preempted_ids)
+        self._forget(output.finished_ids)
+        if output.scheduled:
+            return self._launch(output)
+        self.scheduler.commit(output, {})
+        return None
+
+    def _launch_ahead(self, flight: Flight) -> Flight | None:
+        """The step after one whose tokens are not known; None: it must wait for them."""
+        # A penalty counts the tokens before it.
+        if not self._runs_ahead or any(e.state.seen is not None for e in flight.entries):
+            return None
+        output = self.scheduler.schedule_ahead()
+        if output is None:
+            return None
+        self._forget(output.finished_ids)
+        return self._launch(output, flight)
+
+    def _forget(self, finished_ids: Iterable[str]) -> None:
+        for request_id in finished_ids:  # those that ended without running
+            self._entries.pop(request_id, None)
+
+    def _launch(self, output: SchedulerOutput, before: Flight | None = None) -> Flight:
+        """The device's part of a step: from the upload to the tokens' way down.
+
+        Args:
+            before: samples the tokens of this step; None: they are known.
+        """
+        try:
+            if self._poison:
+                self.cache.poison_blocks(self.manager.pool.take_poisonable())
+            with torch.inference_mode():
+                graph = None if self.graphs is None else self.graphs.fitting(output)
+                inputs = build_step(
+                    output,
+                    self._block_sizes,
+                    self.model.blocks_per_block,
+                    self.model.device,
+                    None if graph is None else graph.static,
+                    self._follow_encoder,
+                )
+                if before is not None:
+                    inputs.input_ids[: output.num_tokens] = _tokens_of(before, inputs.sampled)
+                plans = self._planner.plan(inputs.batches)
+                if graph is None:
+                    logits = self.model.run(inputs, plans, self.cache)
+                else:
+                    logits = graph.replay(plans, len(inputs.sampled))
+                entries = [self._entries[request.request_id] for request in inputs.sampled]
+                drawn = draw(logits, [entry.state for entry in entries])
+        except BaseException:
+            self.scheduler.discard(output)
+            raise
+        return Flight(output=output, entries=entries, draw=drawn)
+
+    def _land(self, flight: Flight) -> None:
+        """Wait for a step's tokens and enter them."""
+        try:
+            sampled = list(zip(flight.entries, flight.draw.read(), strict=True))
+        except BaseException:
+            if self._flight is not None:
+                self.scheduler.discard(self._flight.output)
+                self._flight = None
+            self.scheduler.discard(flight.output)
+            raise
+        # A request may have ended with the step before.
+        sampled = [(entry, s) for entry, s in sampled if not entry.request.is_finished]
+        self._commit(flight.output, sampled)
+
+    def _drop_idle_flight(self) -> None:
+        """Nobody waits for a step whose requests have all ended: their pages are free."""
+        flight = self._flight
+        if flight is not None and all(i.request.is_finished for i in flight.output.scheduled):
+            self._flight = None
+            self.scheduler.discard(flight.output)
 
     def _commit(self, output: SchedulerOutput, sampled: list[tuple[Entry, Sampled]]) -> None:
         self._num_steps += 1
@@ -437,3 +505,13 @@ class Engine:
         for entry, _ in sampled:
             if entry.request.is_finished:
                 self._entries.pop(entry.request.request_id)
+
+
+def _tokens_of(flight: Flight, requests: Sequence[Request]) -> torch.Tensor:
+    """int64 (num_requests,), what a step samples for some of its requests, on the device."""
+    token_ids = flight.draw.token_ids
+    row_of = {entry.request: row for row, entry in enumerate(flight.entries)}
+    rows = [row_of[request] for request in requests]
+    if rows == list(range(len(flight.entries))):
+        return token_ids
+    return token_ids[torch.tensor(rows, device=token_ids.device)]

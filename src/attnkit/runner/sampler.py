@@ -1,9 +1,10 @@
 """From logits to token ids: greedy, temperature, top-k, top-p, min-p, repetition penalty, logprobs.
 
 In: logits [num_rows, vocab_size] and one `SamplingState` per row. Out: one `Sampled` per row, through
-one copy down. A row's result depends on its own logits and state alone, bit for bit: random numbers
-come from the request's own generator, one per token, and every cut is made at a value of the row
-(ties are kept), never by a sort whose order could depend on the other rows.
+one copy down, and before it has arrived the token ids on the device. A row's result depends on its own
+logits and state alone, bit for bit: random numbers come from the request's own generator, one per token,
+and every cut is made at a value of the row (ties are kept), never by a sort whose order could depend on
+the other rows.
 
 Order of the operations: repetition penalty, temperature, top-k, top-p over what top-k kept
 (renormalised), min-p, draw. It is the order of transformers' logits processors.
@@ -93,24 +94,66 @@ class SamplingState:
             self.seen[token_id] = True
 
 
-def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sampled]:
-    """Choose the next token of each row, and let its state note it.
+class Draw:
+    """Tokens that were chosen and are on their way down.
+
+    Attributes:
+        token_ids: int64 [num_rows], on the device; anything where a row's logits were not finite.
+    """
+
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        columns: Sequence[torch.Tensor],
+        states: Sequence[SamplingState],
+        num_top: int,
+    ) -> None:
+        """
+        Args:
+            token_ids: as the attribute.
+            columns: float64 [num_rows, ...], what comes down beside them: a row's largest score, then
+                those of `_logprob_columns`.
+            states: one per row.
+            num_top: likeliest tokens among the columns.
+        """
+        self.token_ids = token_ids
+        self._states, self._num_top = states, num_top
+        # float64 holds every token id, so all comes down in one copy.
+        rows = torch.cat([token_ids.double()[:, None], *columns], dim=1)
+        self._arrival: torch.cuda.Event | None = None
+        if rows.is_cuda:
+            self._rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            self._rows.copy_(rows, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+        else:
+            self._rows = rows
+
+    def read(self) -> list[Sampled]:
+        """Wait for the tokens, and let their states note them. Once."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        outcome = []
+        for row, state in zip(self._rows.tolist(), self._states, strict=True):
+            if not np.isfinite(row[1]):
+                outcome.append(Sampled(None))
+                continue
+            token_id = int(row[0])
+            state.append(token_id)
+            outcome.append(Sampled(token_id, _logprobs(row, self._num_top, state.params.logprobs)))
+        return outcome
+
+
+def draw(logits: torch.Tensor, states: Sequence[SamplingState]) -> Draw:
+    """Choose the next token of each row; on a GPU nothing waits for it.
 
     Args:
         logits: [num_rows, vocab_size], any float dtype; not changed.
         states: one per row.
     """
-    if not states:
-        return []
     if all(state.plain for state in states):
         best, ids = logits.max(dim=-1)
-        # float64 holds every token id, so both come down in one copy.
-        rows = torch.stack([ids.double(), best.double()], dim=1).tolist()
-        return [Sampled(int(i) if np.isfinite(b) else None) for i, b in rows]
-    return _sample_general(logits, states)
-
-
-def _sample_general(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sampled]:
+        return Draw(ids, [best.double()[:, None]], states, 0)
     raw = logits.float()
     scores = _penalise(raw, states)
     best, ids = scores.max(dim=-1)
@@ -120,21 +163,12 @@ def _sample_general(logits: torch.Tensor, states: Sequence[SamplingState]) -> li
     elif drawn:
         index = torch.tensor(drawn, device=logits.device)
         ids = ids.index_copy(0, index, _draw(scores[index], [states[r] for r in drawn]))
-    columns = [ids.double()[:, None], best.double()[:, None]]
+    columns = [best.double()[:, None]]
     num_top = max((s.params.logprobs or 0) for s in states)
     wanted = any(s.params.logprobs is not None for s in states)
     if wanted:
         columns += _logprob_columns(raw, ids, num_top)
-    rows = torch.cat(columns, dim=1).tolist()
-    outcome = []
-    for row, state in zip(rows, states, strict=True):
-        if not np.isfinite(row[1]):
-            outcome.append(Sampled(None))
-            continue
-        token_id = int(row[0])
-        state.append(token_id)
-        outcome.append(Sampled(token_id, _logprobs(row, num_top, state.params.logprobs)))
-    return outcome
+    return Draw(ids, columns, states, num_top)
 
 
 def _penalise(scores: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
@@ -204,7 +238,8 @@ def _cut_top_k_top_p(
         before = mass.cumsum(dim=1) - mass
         inside = ((before < top_p) & (mass > 0)).sum(dim=1, keepdim=True).clamp(min=1)
         open_ended = (inside == width) & (top_k > width) & (top_p < 1)
-        if width == vocab_size or not bool(open_ended.any()):
+        # Without a row that may want more, nothing waits for the answer.
+        if width == vocab_size or not nucleus_alone or not bool(open_ended.any()):
             break
         width = min(width * 8, vocab_size)
     edge = torch.where(top_p < 1, values.gather(1, inside - 1), float("-inf"))

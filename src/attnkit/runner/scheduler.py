@@ -4,10 +4,12 @@ In: requests, at any time; sampled tokens, after each step. Out: per step a `Sch
 requests have the blocks they need. Host only: integers, no tensors.
 
 One step: `output = schedule()`, the model runs, `commit(output, token_ids)`; or `discard(output)` where
-the model did not run to its end. Decodes come first, then prompts already begun, then waiting requests,
-each kind in order of priority and arrival, until the token budget is spent. A prompt longer than what is
-left is computed in chunks. When blocks run out, the request that came last gives up all of its own and
-is computed again later.
+the model did not run to its end. Meanwhile the next one may be chosen too (`schedule_ahead`), so that a
+device need not wait for the host; steps are committed in their order.
+
+Decodes come first, then prompts already begun, then waiting requests, each kind in order of priority and
+arrival, until the token budget is spent. A prompt longer than what is left is computed in chunks. When
+blocks run out, the request that came last gives up all of its own and is computed again later.
 """
 
 from __future__ import annotations
@@ -27,15 +29,23 @@ class ScheduledRequest:
     """One request's part of a step.
 
     Attributes:
-        request: its `num_computed_tokens` and block tables stay as they are until `commit`.
+        request: its `num_computed_tokens` stays as it is until `commit`, and its block tables only grow.
+        num_computed_tokens: of the request when this step begins.
         num_new_tokens: token_ids[num_computed_tokens : num_computed_tokens + num_new_tokens] are
-            computed.
+            computed; of a step that is ahead, the token that the step before it samples.
         samples: the last of them is the last known token, so its logits give the next one.
     """
 
     request: Request
+    num_computed_tokens: int
     num_new_tokens: int
     samples: bool
+
+    @property
+    def is_prefilling(self) -> bool:
+        """`Request.is_prefilling`, when this step begins."""
+        request = self.request
+        return self.num_computed_tokens < max(request.num_prompt_tokens, request.num_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +131,7 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._arrivals = itertools.count()
-        self._in_flight: SchedulerOutput | None = None
+        self._in_flight: list[SchedulerOutput] = []
         self._finished_ids: list[str] = []
 
     @property
@@ -200,7 +210,7 @@ class Scheduler:
         A request that runs alone and still finds no block ends with an error. Only in that step, or
         without any request, nothing is scheduled.
         """
-        assert self._in_flight is None, "commit or discard the last step first"
+        assert not self._in_flight, "commit or discard the last step first"
         step = _Step(budget=self.max_num_batched_tokens)
         for request in sorted(self._running, key=lambda r: (r.is_prefilling, r.order)):
             if request.status is not RequestStatus.RUNNING:
@@ -222,7 +232,53 @@ class Scheduler:
             num_tokens=self.max_num_batched_tokens - step.budget,
         )
         self._finished_ids.clear()
-        self._in_flight = output
+        self._in_flight.append(output)
+        return output
+
+    def schedule_ahead(self) -> SchedulerOutput | None:
+        """Choose the step after the one under way, whose tokens are not known yet.
+
+        Its requests are those of the step under way that reach no length limit with it, one token each:
+        the one being sampled. A request that turns out to have ended has a row there all the same,
+        which `commit` passes over; its blocks are given back then.
+
+        Returns:
+            None where what comes next depends on these tokens: a request could be admitted or is still
+            in its prompt, or there are too few blocks.
+        """
+        (under_way,) = self._in_flight
+        has_room = len(self._running) < self.max_num_seqs
+        if (self._waiting and has_room) or len(under_way.scheduled) < len(self._running):
+            return None
+        if not all(item.samples for item in under_way.scheduled):
+            return None
+        going_on = [
+            r
+            for r in (item.request for item in under_way.scheduled)
+            if not r.is_finished and r.num_output_tokens + 1 < r.sampling_params.max_tokens
+        ]
+        manager = self.manager
+        missing = sum(manager.num_missing(_blocks(r), r.num_tokens + 1) for r in going_on)
+        if not going_on or missing > manager.pool.num_free:
+            return None
+        for request in going_on if missing else ():
+            manager.grow(_blocks(request), request.num_tokens + 1)
+        output = SchedulerOutput(
+            scheduled=tuple(
+                ScheduledRequest(
+                    request=request,
+                    num_computed_tokens=request.num_tokens,
+                    num_new_tokens=1,
+                    samples=True,
+                )
+                for request in going_on
+            ),
+            preempted_ids=(),
+            finished_ids=tuple(self._finished_ids),
+            num_tokens=len(going_on),
+        )
+        self._finished_ids.clear()
+        self._in_flight.append(output)
         return output
 
     def commit(
@@ -231,13 +287,14 @@ class Scheduler:
         """Enter what a step computed.
 
         Args:
-            output: the last one scheduled.
+            output: the oldest one under way.
             token_ids: request id -> tokens sampled for it, for each request that `samples`. Of several
                 tokens all but the last must have been computed in this step (verified drafts).
 
         Returns:
             The requests that ended with these tokens.
         """
+        assert output is self._in_flight[0], "steps are committed in their order"
         self._land(output)
         finished = []
         for item in output.scheduled:
@@ -264,16 +321,19 @@ class Scheduler:
         """Give up a step that did not run to its end: its tokens will be scheduled again.
 
         Args:
-            output: the last one scheduled.
+            output: the last one scheduled that is under way.
         """
+        assert output is self._in_flight[-1], "the step after it hangs on this one"
         self._land(output)
 
     def _land(self, output: SchedulerOutput) -> None:
-        assert output is self._in_flight, "this is not the step under way"
-        self._in_flight = None
+        self._in_flight.remove(output)
         for item in output.scheduled:
-            if item.request.is_finished:
+            if item.request.is_finished and not self._is_flying(item.request):
                 self.manager.release(_blocks(item.request))
+
+    def _is_flying(self, request: Request) -> bool:
+        return any(item.request is request for step in self._in_flight for item in step.scheduled)
 
     def _make_room(self, request: Request, num_new: int, step: _Step) -> bool:
         """Allocate for a running request, at the cost of later ones; False: it sits this step out."""
@@ -371,8 +431,7 @@ class Scheduler:
         request.finish_reason = reason
         del self._requests[request.request_id]
         self._finished_ids.append(request.request_id)
-        flying = self._in_flight.scheduled if self._in_flight is not None else ()
-        if all(item.request is not request for item in flying):
+        if not self._is_flying(request):
             self.manager.release(_blocks(request))
 
     def _in_batch_order(
@@ -381,6 +440,7 @@ class Scheduler:
         items = [
             ScheduledRequest(
                 request=request,
+                num_computed_tokens=request.num_computed_tokens,
                 num_new_tokens=num_new,
                 samples=request.num_computed_tokens + num_new == request.num_tokens,
             )
@@ -412,11 +472,11 @@ class _Step:
 
 
 def _region(item: ScheduledRequest, threshold: int) -> int:
-    if item.request.num_computed_tokens == 0:
+    if item.num_computed_tokens == 0:
         return 3
     if item.num_new_tokens > threshold:
         return 2
-    return 1 if item.request.is_prefilling else 0
+    return 1 if item.is_prefilling else 0
 
 
 def _order(request: Request) -> tuple[int, int]:

@@ -236,11 +236,11 @@ def build_step(
     num_rows = len(items) if static is None else static.num_rows
     num_padding = num_rows - len(items)
     queries = _with_zeros([item.num_new_tokens for item in items], num_rows)
-    contexts = _with_zeros([item.request.num_computed_tokens for item in items], num_rows)
+    contexts = _with_zeros([item.num_computed_tokens for item in items], num_rows)
     token_ids: list[int] = []
     blocks = []
     for item in items:
-        start = item.request.num_computed_tokens
+        start = item.num_computed_tokens
         token_ids += item.request.token_ids[start : start + item.num_new_tokens]
         assert item.request.blocks is not None, "a scheduled request has blocks"
         blocks.append(item.request.blocks)
@@ -248,7 +248,9 @@ def build_step(
     if static is not None:
         wanted = _with_zeros(wanted, num_rows)
     upload = Upload(device)
-    part_ids = upload.add(_with_zeros(token_ids, len(token_ids) + num_padding), np.int64)
+    # Of a step that is ahead the ids are not known: zeros stand in their places.
+    num_tokens = int(queries.sum()) + num_padding
+    part_ids = upload.add(_with_zeros(token_ids, num_tokens), np.int64)
     part_logits = upload.add(wanted, np.int64)
     padding: list[list[int]] = [[]] * num_padding
     rows = StepRows(
@@ -264,7 +266,7 @@ def build_step(
     )
     host, moved = upload.send(None if static is None else static.buffer)
     is_prefilling = torch.zeros(num_rows, dtype=torch.bool)
-    is_prefilling[: len(items)] = torch.tensor([item.request.is_prefilling for item in items])
+    is_prefilling[: len(items)] = torch.tensor([item.is_prefilling for item in items])
     return StepInputs(
         input_ids=moved[part_ids],
         positions=rows.positions_of(moved),
@@ -283,7 +285,7 @@ def _encoder_inputs(
     items: Sequence[ScheduledRequest], device: torch.device
 ) -> EncoderInputs | None:
     """Those of requests that begin, or begin again; None: there are none."""
-    texts = [i.request.encoder_token_ids for i in items if i.request.num_computed_tokens == 0]
+    texts = [i.request.encoder_token_ids for i in items if i.num_computed_tokens == 0]
     if not texts:
         return None
     lens = [len(text) for text in texts]
