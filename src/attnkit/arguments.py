@@ -1,7 +1,7 @@
 """Arguments: whether one value that a user gave is of the kind that was asked for.
 
 In: its name, the value and what is allowed. Out: nothing, or an error of the caller's kind that says
-all three. Whether values fit each other is the business of who takes them.
+all three. Whether values fit each other is the business of who takes them, but for a layer's heads.
 """
 
 from __future__ import annotations
@@ -84,9 +84,54 @@ def check_dtype(value: Any) -> None:
         )
 
 
+def check_heads(
+    num_heads: int, num_kv_heads: int, head_size: int, head_size_v: int | None = None
+) -> None:
+    """Refuse heads that no layer can have.
+
+    Raises:
+        ConfigurationError: a number or size below 1 or no whole number, or query heads that do not
+            divide over the KV heads.
+    """
+    check_count("num_heads", num_heads)
+    check_count("num_kv_heads", num_kv_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigurationError(
+            f"{num_heads} query heads do not divide over {num_kv_heads} KV heads; "
+            "give a num_kv_heads that divides num_heads"
+        )
+    check_count("head_size", head_size)
+    check_count("head_size_v", head_size_v, optional=True)
+
+
+def check_kind(
+    name: str, value: Any, kind: type | tuple[type, ...], wanted: str, *, optional: bool = False
+) -> None:
+    """An instance of a class.
+
+    Args:
+        kind: the class, or several.
+        wanted: what to give, in words.
+        optional: None is allowed too.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if not isinstance(value, kind) and not (optional and value is None):
+        raise ConfigurationError(
+            f"{name} {_shown(value)} is not allowed; give {wanted}{_or_none(optional)}"
+        )
+
+
 def is_count(value: Any) -> bool:
     """A whole number by its type; True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    """A value, or its type where that would fill a page."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"of type {type(value).__name__}"
 
 
 def _or_none(optional: bool) -> str:

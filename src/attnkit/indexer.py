@@ -15,6 +15,7 @@ import importlib
 
 import torch
 
+from attnkit.arguments import check_count, check_dtype, check_text
 from attnkit.backends import INDEX_KERNELS
 from attnkit.contract import (
     CommonAttentionMetadata,
@@ -85,12 +86,14 @@ class LightningIndexer:
             "block_size": block_size,
         }
         for name, size in sizes.items():
-            if size < 1:
-                raise ConfigurationError(f"{name} {size} is not allowed; give at least 1")
+            check_count(name, size)
+        check_text("layer_name", layer_name)
+        check_text("backend", backend)
+        check_dtype(dtype)
         if kv_cache_dtype not in _FORMATS:
             raise ConfigurationError(
-                f"keys of an indexer are not stored as {kv_cache_dtype!r}; use one of "
-                f"{', '.join(_FORMATS)}"
+                f"kv_cache_dtype {kv_cache_dtype!r} is not one that keys of an indexer are stored in; "
+                f"use one of {', '.join(_FORMATS)}"
             )
         if kv_cache_dtype == "fp8" and head_size % 4:
             raise ConfigurationError(

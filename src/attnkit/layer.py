@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from attnkit.arguments import check_count, check_flags, check_number
+from attnkit.arguments import check_count, check_flags, check_heads, check_number, check_text
 from attnkit.backends.wrappers import check_chunk_size, chunked_local
 from attnkit.contract import (
     AttentionBackend,
@@ -36,7 +36,7 @@ from attnkit.contract import (
 from attnkit.errors import BackendError, BatchError, ConfigurationError
 from attnkit.output_quant import QuantizedOutput
 from attnkit.paged_layer import PagedLayer, logical_page
-from attnkit.selection import AttentionRequest, Choose, check_heads, select
+from attnkit.selection import AttentionRequest, Choose, select
 
 
 class Attention(PagedLayer):
@@ -136,6 +136,7 @@ class Attention(PagedLayer):
                 "use_per_head_quant_scales": use_per_head_quant_scales,
             }
         )
+        check_text("kv_sharing_target_layer_name", kv_sharing_target_layer_name, optional=True)
         check_number("scale", scale, optional=True)
         scale = 1 / math.sqrt(head_size) if scale is None else scale
         # Whatever the backend checks, a layer's variant is checked, and before one is chosen.
@@ -158,6 +159,7 @@ class Attention(PagedLayer):
             device=device,
             block_size=block_size,
             vllm_config=vllm_config,
+            choose=choose,
             scales_per_head=use_per_head_quant_scales,
         )
         self.num_heads = num_heads

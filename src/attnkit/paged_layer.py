@@ -6,15 +6,16 @@ when a checkpoint is loaded, and the handle by which a compiled graph finds the 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from attnkit.arguments import check_count, check_dtype, check_text
+from attnkit.arguments import check_count, check_dtype, check_kind, check_text
 from attnkit.compiled import current_forward_context, new_handle, order_token
 from attnkit.contract import (
     AttentionBackend,
@@ -29,7 +30,7 @@ from attnkit.contract import (
 )
 from attnkit.errors import BatchError, ConfigurationError, UnsupportedConfiguration
 from attnkit.output_quant import QuantizedOutput
-from attnkit.selection import Selection
+from attnkit.selection import Choose, Selection
 
 _COUNTER = itertools.count()
 _SCALES = ("_q_scale", "_k_scale", "_v_scale")
@@ -95,6 +96,7 @@ class PagedLayer(nn.Module):
         device: torch.device | str,
         block_size: int,
         vllm_config: Any | None,
+        choose: Choose,
         scales_per_head: bool = False,
     ) -> None:
         """
@@ -105,6 +107,7 @@ class PagedLayer(nn.Module):
             device: where it runs.
             block_size: tokens in a kernel block.
             vllm_config: None: the defaults.
+            choose: who will choose the backend.
             scales_per_head: `_q_scale`, `_k_scale` and `_v_scale` have one entry per KV head.
 
         Raises:
@@ -114,6 +117,8 @@ class PagedLayer(nn.Module):
         check_count("block_size", block_size)
         check_text("layer_name", layer_name, optional=True)
         check_dtype(dtype)
+        check_kind("choose", choose, Callable, "a function like attnkit.selection.select")  # type: ignore[arg-type]
+        _check_vllm_config(vllm_config)
         self.layer_name = f"attention.{next(_COUNTER)}" if layer_name is None else layer_name
         self.cache_name = self.layer_name
         self.num_kv_heads = num_kv_heads
@@ -419,6 +424,16 @@ class PagedLayer(nn.Module):
                 f"for {self.dtype} on {self.device}"
             )
         return x
+
+
+def _check_vllm_config(vllm_config: Any | None) -> None:
+    """An engine's own object has some of the parts of ours; which ones, its builders know."""
+    parts = [part.name for part in dataclasses.fields(VllmConfig)]
+    if vllm_config is not None and not any(hasattr(vllm_config, part) for part in parts):
+        raise ConfigurationError(
+            f"vllm_config {vllm_config!r} has none of {', '.join(parts)}; give a VllmConfig, ours or "
+            "vLLM's, or None"
+        )
 
 
 def _host_scale(scale: torch.Tensor) -> float:

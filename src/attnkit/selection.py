@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 import torch
 
-from attnkit.arguments import check_count
+from attnkit.arguments import check_heads
 from attnkit.backends import BACKENDS, MLA_BACKENDS
 from attnkit.backends.wrappers import hybrid
 from attnkit.contract import (
@@ -102,26 +102,6 @@ class AttentionRequest:
             raise ConfigurationError(
                 f"attn_type {self.attn_type!r} is not known; use one of {', '.join(names)}"
             )
-
-
-def check_heads(
-    num_heads: int, num_kv_heads: int, head_size: int, head_size_v: int | None = None
-) -> None:
-    """Refuse heads that no layer can have.
-
-    Raises:
-        ConfigurationError: a number or size below 1 or no whole number, or query heads that do not
-            divide over the KV heads.
-    """
-    check_count("num_heads", num_heads)
-    check_count("num_kv_heads", num_kv_heads)
-    if num_heads % num_kv_heads:
-        raise ConfigurationError(
-            f"{num_heads} query heads do not divide over {num_kv_heads} KV heads; "
-            "give a num_kv_heads that divides num_heads"
-        )
-    check_count("head_size", head_size)
-    check_count("head_size_v", head_size_v, optional=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from attnkit.errors import ConfigurationError, OutOfPages
 from attnkit.kvcache.blocks import NULL_BLOCK, BlockPool
 from attnkit.kvcache.prefix import PrefixTree
-from attnkit.kvcache.tables import BlockManager, RequestBlocks, Retention
+from attnkit.kvcache.tables import BlockManager, RequestBlocks, Retention, TokenRange
 
 FULL = Retention(block_size=4)
 WINDOW = Retention(block_size=4, sliding_window=8)
@@ -384,3 +384,26 @@ def test_impossible_retentions_are_refused(wrong):
 def test_a_manager_without_groups_is_refused():
     with pytest.raises(ConfigurationError, match="at least one group"):
         make_manager(4)
+
+
+def test_pages_of_a_range_are_shared_where_the_whole_range_is_the_same():
+    """Tokens 6 to 13 see each other: what page 1 holds depends on the range's last token too, and on
+    the image. Hits end before a range they would cut."""
+    manager = make_manager(20, FULL, WINDOW)
+    token_ids = list(range(20))
+    cat, dog = TokenRange(6, 13, "cat"), TokenRange(6, 13, "dog")
+    blocks = manager.new_request(ranges=(cat,))
+    manager.grow(blocks, 20)
+    manager.settle(blocks, token_ids, 20)
+
+    def found(num_tokens: int, *ranges: TokenRange) -> int:
+        return manager.find_prefix(
+            manager.new_request(ranges=ranges), token_ids[:num_tokens]
+        ).num_tokens
+
+    assert found(20, cat) == 16
+    assert found(16, cat) == 4, "12 would be inside the range"
+    assert found(20, dog) == found(20) == found(20, TokenRange(6, 12, "cat")) == 4
+    assert found(20, TokenRange(3, 13, "cat")) == 0
+    # Behind another range that ends where this one begins, the next smaller place is inside of it.
+    assert found(20, TokenRange(2, 5, "x"), cat) == 0

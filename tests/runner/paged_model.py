@@ -1,4 +1,5 @@
-"""A model whose cache holds, for each token, the hash of all tokens up to it.
+"""A model whose cache holds, for each token, the hash of all tokens it sees, up to it or to the end of
+its range.
 
 It writes and reads pages as attention would: a page that is wrong, stale, freed or of another group is
 an assertion, and would be a wrong token. `generate` gives the right tokens without pages.
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from attnkit.kvcache.blocks import NULL_BLOCK, BlockPool
-from attnkit.kvcache.tables import BlockManager, Retention
+from attnkit.kvcache.tables import BlockManager, Retention, TokenRange
 from attnkit.runner.request import Request
 from attnkit.runner.sampling_params import SamplingParams
 from attnkit.runner.scheduler import Scheduler, SchedulerOutput
@@ -20,14 +21,31 @@ VOCAB_SIZE = 50
 EOS = 7
 
 
-def histories(token_ids: Sequence[int], extra_keys: tuple[Hashable, ...] = ()) -> list[int]:
-    """For each token, a number that depends on it, all before it and the extra keys."""
+def histories(
+    token_ids: Sequence[int],
+    extra_keys: tuple[Hashable, ...] = (),
+    ranges: Sequence[TokenRange] = (),
+) -> list[int]:
+    """For each token, a number that depends on it, all before it, the extra keys and its whole range."""
     # Not `hash`: that of a string differs from process to process.
-    found, state = [], zlib.crc32(repr(extra_keys).encode())
-    for token_id in token_ids:
-        state = hash((state, token_id))
-        found.append(state)
+    found: list[int] = []
+    state = zlib.crc32(repr(extra_keys).encode())
+    range_at = {r.first: r for r in ranges}
+    while len(found) < len(token_ids):
+        r = range_at.get(len(found))
+        if r is None:
+            state = hash((state, token_ids[len(found)]))
+            found.append(state)
+        else:
+            own = token_ids[r.first : r.last + 1]
+            state = hash((state, *own, zlib.crc32(repr(r.key).encode())))
+            found += [hash((state, i)) for i in range(len(own))]
     return found
+
+
+def histories_of(request: Request) -> list[int]:
+    """Of what it knows by now."""
+    return histories(request.token_ids, request.extra_keys, request.ranges)
 
 
 def generate(request: Request) -> list[int]:
@@ -35,19 +53,23 @@ def generate(request: Request) -> list[int]:
     token_ids, output = request.prompt_token_ids, []
     params = request.sampling_params
     while len(output) < params.max_tokens:
-        output.append(histories(token_ids + output, request.extra_keys)[-1] % VOCAB_SIZE)
+        known = histories(token_ids + output, request.extra_keys, request.ranges)
+        output.append(known[-1] % VOCAB_SIZE)
         if (output[-1] == EOS and not params.ignore_eos) or output[-1] in params.stop_token_ids:
             break
     return output
 
 
-def visible(retention: Retention, position: int) -> range:
+def visible(retention: Retention, position: int, ranges: Sequence[TokenRange] = ()) -> range:
     """Key positions that a query attends to."""
     first = 0
     if retention.sliding_window is not None:
         first = max(0, position - retention.sliding_window + 1)
     if retention.attention_chunk_size is not None:
         first = position - position % retention.attention_chunk_size
+    own = next((r for r in ranges if r.first <= position <= r.last), None)
+    if own is not None:
+        return range(min(first, own.first), own.last + 1)
     return range(first, position + 1)
 
 
@@ -67,7 +89,7 @@ class PagedModel:
         for item in output.scheduled:
             request = item.request
             start = request.num_computed_tokens
-            known = histories(request.token_ids, request.extra_keys)
+            known = histories_of(request)
             rows.append((item, known))
             for position in range(start, start + item.num_new_tokens):
                 self._write(request, position, known[position])
@@ -89,7 +111,7 @@ class PagedModel:
 
     def _read(self, request: Request, position: int, known: list[int]) -> None:
         for group, retention in enumerate(self.manager.retentions):
-            for key in visible(retention, position):
+            for key in visible(retention, position, request.ranges):
                 _, block_id, offset = self._places(request, key)[group]
                 assert block_id != NULL_BLOCK, f"{request} at {position} lost visible {key}"
                 assert self._slots.get((block_id, offset)) == (group, known[key]), (
@@ -137,6 +159,7 @@ def make_request(
     priority: int = 0,
     ignore_eos: bool = True,
     stop_token_ids: Sequence[int] = (),
+    ranges: Sequence[TokenRange] = (),
 ) -> Request:
     params = SamplingParams(
         max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stop_token_ids
@@ -147,6 +170,7 @@ def make_request(
         params,
         eos_token_ids=(EOS,),
         extra_keys=extra_keys,
+        ranges=ranges,
         priority=priority,
     )
 

@@ -221,7 +221,7 @@ def test_a_directory_is_taken_as_it_is_and_an_empty_one_refused(cache, tmp_path)
     [
         ("t5", r"of type t5, whose attention adds a learned bias"),
         ("whisper", r"an encoder-decoder \(whisper\) whose encoder does not read text"),
-        ("paligemma", r"of type paligemma.*in both directions"),
+        ("llava", r"of type llava.*no causal language model or PrefixLM"),
     ],
 )
 def test_a_model_that_is_not_run_is_refused_before_its_weights_are_read(tmp_path, kind, message):

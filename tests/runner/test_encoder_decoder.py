@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="compile=True is for decoders"):
         LLM(tmp_path / "bart", compile=True)
     tiny_models.save_model(tmp_path / "llama")
-    with pytest.raises(RequestError, match="dict"):
+    with pytest.raises(RequestError, match="has encoder_prompt; give what the model's processor"):
         LLM(tmp_path / "llama", num_blocks=9).generate([{"encoder_prompt": [5]}])
     model = save(tmp_path / "bart")
     with pytest.raises(ModelError, match=r"generate with attnkit\.LLM"):

@@ -80,6 +80,12 @@ def discover(model: Any, max_model_len: int = MAX_LEN) -> list[tuple[Any, ...]]:
     ]
 
 
+def test_token_types_that_change_no_mask_make_no_prefix_lm():
+    """GPT-2 adds an embedding of them."""
+    model = tiny_model("gpt2", n_embd=64, n_head=4)
+    assert [fact.token_types for fact in probe(model, MAX_LEN)] == [None, None]
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "expected"),
     [

@@ -14,7 +14,7 @@ from paged_model import (
 )
 
 from attnkit.errors import ConfigurationError, OutOfPages, RequestError
-from attnkit.kvcache.tables import Retention
+from attnkit.kvcache.tables import Retention, TokenRange
 from attnkit.runner.request import FinishReason, Request, RequestStatus
 from attnkit.runner.scheduler import Scheduler, SchedulerOutput
 
@@ -419,3 +419,36 @@ def test_several_tokens_of_one_step_are_taken_until_one_stops():
     assert scheduler.commit(output, {"a": [4, 3, 8]}) == (request,)
     assert request.output_token_ids == [5, 9, 4, 3]
     assert scheduler.manager.pool.num_used == 0
+
+
+def ranges_of(token_ids: list[int], *spans: tuple[int, int]) -> list[TokenRange]:
+    return [TokenRange(first, last, tuple(token_ids[first : last + 1])) for first, last in spans]
+
+
+def test_a_range_is_computed_in_one_step_and_waits_for_room_that_nobody_else_takes():
+    a, b = prompt(1, 20), prompt(2, 24)
+    scheduler, model = start(
+        make_request("a", a, ranges=ranges_of(a, (5, 9), (10, 19)), max_tokens=3),
+        make_request("b", b, ranges=ranges_of(b, (0, 11)), max_tokens=2),
+        make_request("c", prompt(3, 3)),
+        max_num_batched_tokens=12,
+    )
+    steps = [planned(step(scheduler, model)) for _ in range(6)]
+    # b's first range needs a whole step, so it waits until a has ended, and c behind it.
+    assert steps == [[("a", 10)], [("a", 10)], [("a", 1)], [("a", 1)], [("b", 12)], [("b", 12)]]
+
+
+def test_ranges_that_mean_nothing_or_exceed_a_step_are_refused_before_anything_happens():
+    tokens = prompt(1, 20)
+    for spans, message in (
+        ([(3, 2)], r"range \(3, 2\) is reversed"),
+        ([(-1, 2)], r"range \(-1, 2\) is not inside the prompt's 20 tokens"),
+        ([(17, 20)], r"range \(17, 20\) is not inside the prompt's 20 tokens"),
+        ([(4, 9), (0, 4)], r"range \(4, 9\) overlaps \(0, 4\)"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            make_request("a", tokens, ranges=ranges_of(tokens, *spans))
+    scheduler, _ = start(max_num_batched_tokens=12)
+    with pytest.raises(RequestError, match=r"tokens 2 to 14 see each other.*12 tokens at most"):
+        scheduler.add(make_request("a", tokens, ranges=ranges_of(tokens, (2, 14))))
+    assert not scheduler.has_work

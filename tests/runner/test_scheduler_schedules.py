@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paged_model import PagedModel, generate, make_request, make_scheduler
 
 from attnkit.kvcache.blocks import NULL_BLOCK
-from attnkit.kvcache.tables import Retention
+from attnkit.kvcache.tables import Retention, TokenRange
 from attnkit.runner.request import FinishReason, Request
 from attnkit.runner.scheduler import Scheduler, SchedulerOutput
 
@@ -49,11 +49,26 @@ def check_step(scheduler: Scheduler, output: SchedulerOutput, live: list[Request
     assert output.num_tokens <= scheduler.max_num_batched_tokens
     assert len(output.scheduled) <= scheduler.num_running <= scheduler.max_num_seqs
     assert all(1 <= i.num_new_tokens <= scheduler.max_chunk_tokens for i in output.scheduled)
+    for item in output.scheduled:
+        start = item.request.num_computed_tokens
+        for cut in (start, start + item.num_new_tokens):
+            assert not any(r.first < cut <= r.last for r in item.request.ranges), "a range is split"
     assert output.scheduled, "all requests fit, so each step gets somewhere"
     assert len({i.request.request_id for i in output.scheduled}) == len(output.scheduled)
     if scheduler.reorder_batch_threshold is not None:
         fresh = [i.request.num_computed_tokens == 0 for i in output.scheduled]
         assert fresh == sorted(fresh)
+
+
+def some_ranges(rng: random.Random, token_ids: list[int], longest: int) -> list[TokenRange]:
+    """Where images might stand: at places that many requests have in common."""
+    ranges, end = [], rng.choice([0, 2, 7])
+    while (first := end) < len(token_ids) and rng.random() < 0.6:
+        last = min(first + rng.randrange(longest), len(token_ids) - 1)
+        key = (tuple(token_ids[first : last + 1]), rng.choice(["cat", "dog"]))
+        ranges.append(TokenRange(first, last, key))
+        end = last + rng.choice([1, 4])
+    return ranges
 
 
 @settings(max_examples=400, deadline=None)
@@ -67,6 +82,7 @@ def check_step(scheduler: Scheduler, output: SchedulerOutput, live: list[Request
     spare_blocks=st.integers(0, 9),
     threshold=st.sampled_from([None, 1, 4]),
     num_requests=st.integers(1, 10).map(lambda n: 11 - n),
+    has_ranges=st.booleans(),
 )
 def test_random_schedules_give_right_tokens_and_leak_no_page(
     seed,
@@ -78,26 +94,29 @@ def test_random_schedules_give_right_tokens_and_leak_no_page(
     spare_blocks,
     threshold,
     num_requests,
+    has_ranges,
 ):
     rng = random.Random(seed)
     # Some schedules are one family, so that prefixes are shared, and caches worth evicting.
     families = [[rng.randrange(1000) for _ in range(30)] for _ in range(rng.randint(1, 2))]
+    chunk = min(max_chunk_tokens or max_num_batched_tokens, max_num_batched_tokens)
     arriving = []
     for i in range(num_requests):
         shared = rng.choice(families)[: rng.choice([0, 5, 16, 30])]
         own = [rng.randrange(1000) for _ in range(rng.randint(1, 12))]
+        prompt = shared + own if rng.random() < 0.8 else (shared or own)
         arriving.append(
             make_request(
                 str(i),
-                shared + own if rng.random() < 0.8 else (shared or own),
+                prompt,
                 rng.randint(1, 24),
                 extra_keys=rng.choice([(), (), (), ("adapter",)]),
                 priority=rng.choice([0, 0, 0, 1]),
                 ignore_eos=rng.random() < 0.5,
+                ranges=some_ranges(rng, prompt, chunk) if has_ranges else (),
             )
         )
     # The largest request just fits, and a few blocks are to spare.
-    chunk = min(max_chunk_tokens or max_num_batched_tokens, max_num_batched_tokens)
     needed = max(sum(g.max_blocks(r.max_computed_tokens, chunk) for g in groups) for r in arriving)
     scheduler = make_scheduler(
         num_blocks=1 + needed + spare_blocks,

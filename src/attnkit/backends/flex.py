@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from attnkit.backends.dense import DenseBackend
+from attnkit.backends.dense import DenseBackend, DenseImpl
 from attnkit.backends.libraries import join_sinks
 from attnkit.contract import (
-    AttentionImpl,
     AttentionLayer,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -31,8 +30,6 @@ from attnkit.contract import (
     DeviceCapability,
     KVCacheSpec,
 )
-from attnkit.errors import UnsupportedConfiguration
-from attnkit.kvcache.formats import CACHE_FORMATS, CacheFormat, cache_format
 from attnkit.kvcache.read import check_block_ids
 
 _CACHELESS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
@@ -286,55 +283,12 @@ def _padded(per_token: torch.Tensor | None, owner: torch.Tensor) -> torch.Tensor
     return torch.cat([rows, rows.new_zeros(owner.shape[0] - rows.shape[0], *rows.shape[1:])])
 
 
-class FlexImpl(AttentionImpl[FlexMetadata]):
+class FlexImpl(DenseImpl[FlexMetadata]):
     """One layer."""
 
-    can_return_lse_for_decode = True
+    backend_name = "flex"
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        *,
-        sinks: torch.Tensor | None = None,
-        use_alibi_sqrt: bool = False,
-        head_size_v: int | None = None,
-    ) -> None:
-        if kv_cache_dtype not in CACHE_FORMATS:
-            reason = (
-                f"KV cache dtype {kv_cache_dtype} is not supported "
-                f"(allowed: {', '.join(CACHE_FORMATS)})"
-            )
-            raise UnsupportedConfiguration(f"flex: {reason}", (reason,))
-        self.cache_format: CacheFormat = cache_format(kv_cache_dtype)
-        reason = self.cache_format.refusal(head_size, head_size_v or head_size)
-        if reason is not None:
-            raise UnsupportedConfiguration(f"flex: {reason}", (reason,))
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = scale
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.head_size_v = head_size_v or head_size
-        self.kv_cache_dtype = kv_cache_dtype
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.variant = AttentionVariant.from_impl_args(
-            num_heads=num_heads,
-            scale=scale,
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=attn_type,
-            sinks=sinks,
-            use_alibi_sqrt=use_alibi_sqrt,
-        )
+    def prepare_layer(self) -> None:
         cap = self.variant.logits_soft_cap
         self._soft_cap = None if cap is None else torch.tensor(cap)
 

@@ -15,9 +15,9 @@ from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
+from attnkit.backends.dense import DenseImpl
 from attnkit.contract import (
     AttentionBackend,
-    AttentionImpl,
     AttentionLayer,
     AttentionType,
     AttentionVariant,
@@ -67,14 +67,17 @@ def expect_causal(batch: CommonAttentionMetadata, backend: str) -> None:
         )
 
 
-def expect_plain_decoder(variant: AttentionVariant, backend: str) -> None:
+def expect_plain_decoder(
+    variant: AttentionVariant, head_size: int, head_size_v: int, backend: str
+) -> None:
     """Refuse a layer for a backend whose masks are causal and no more.
 
     Raises:
-        UnsupportedConfiguration: it has a window or ALiBi, or is no decoder.
+        UnsupportedConfiguration: it has a window or ALiBi, other values than keys, or is no decoder.
     """
     others = {
         "sliding window": variant.sliding_window is not None,
+        f"value head size {head_size_v}": head_size_v != head_size,
         "ALiBi": variant.alibi_slopes is not None,
         f"attention type {variant.attn_type}": variant.attn_type is not AttentionType.DECODER,
     }
@@ -161,7 +164,7 @@ class LibraryPlan(Protocol):
 PlanT = TypeVar("PlanT", bound=LibraryPlan)
 
 
-class LibraryImpl(AttentionImpl[PlanT]):
+class LibraryImpl(DenseImpl[PlanT]):
     """One layer of a plain decoder: a library attends over our pages, the rest is ours.
 
     Attributes:
@@ -169,39 +172,9 @@ class LibraryImpl(AttentionImpl[PlanT]):
     """
 
     backend_name: ClassVar[str]
-    can_return_lse_for_decode = True
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = scale
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.kv_cache_dtype = kv_cache_dtype
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.variant = AttentionVariant.from_impl_args(
-            num_heads=num_heads,
-            scale=scale,
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=attn_type,
-            sinks=sinks,
-        )
-        expect_plain_decoder(self.variant, self.backend_name)
+    def prepare_layer(self) -> None:
+        expect_plain_decoder(self.variant, self.head_size, self.head_size_v, self.backend_name)
         self._library = self.load_library()
 
     @abstractmethod

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from attnkit.backends.dense import DenseBackend
+from attnkit.backends.dense import DenseBackend, DenseImpl
 from attnkit.contract import (
-    AttentionImpl,
     AttentionLayer,
     AttentionMetadataBuilder,
     AttentionType,
@@ -25,10 +24,6 @@ from attnkit.contract import (
     CommonAttentionMetadata,
     CommonMetadataBuilder,
     QuantKey,
-)
-from attnkit.errors import UnsupportedConfiguration
-from attnkit.kvcache.formats import (
-    cache_format,
 )
 from attnkit.kvcache.read import read_tokens
 from attnkit.output_quant import OUTPUT_KEYS, QuantizedOutput, attend_then_quantize
@@ -79,53 +74,10 @@ class ReferenceMetadataBuilder(CommonMetadataBuilder):
         return common_attn_metadata
 
 
-class ReferenceImpl(AttentionImpl[CommonAttentionMetadata]):
+class ReferenceImpl(DenseImpl[CommonAttentionMetadata]):
     """One layer, row by row. Reads lengths from the device on every call, so it cannot be captured."""
 
-    can_return_lse_for_decode = True
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        *,
-        sinks: torch.Tensor | None = None,
-        use_alibi_sqrt: bool = False,
-        head_size_v: int | None = None,
-    ) -> None:
-        if not ReferenceBackend.supports_kv_cache_dtype(kv_cache_dtype):
-            allowed = ", ".join(ReferenceBackend.supported_kv_cache_dtypes)
-            reason = f"KV cache dtype {kv_cache_dtype} is not supported (allowed: {allowed})"
-            raise UnsupportedConfiguration(f"reference: {reason}", (reason,))
-        self.cache_format = cache_format(kv_cache_dtype)
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = scale
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.head_size_v = head_size_v or head_size
-        self.kv_cache_dtype = kv_cache_dtype
-        reason = self.cache_format.refusal(self.head_size, self.head_size_v)
-        if reason is not None:
-            raise UnsupportedConfiguration(f"reference: {reason}", (reason,))
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.variant = AttentionVariant.from_impl_args(
-            num_heads=num_heads,
-            scale=scale,
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=attn_type,
-            sinks=sinks,
-            use_alibi_sqrt=use_alibi_sqrt,
-        )
+    backend_name = "reference"
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
         return quant_key in OUTPUT_KEYS

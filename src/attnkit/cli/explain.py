@@ -163,7 +163,7 @@ def _requests_of_model(
     model: str | None, dtype: torch.dtype, backend: str
 ) -> dict[str, AttentionRequest]:
     """One request per kind of layer, named after the layers that are of it."""
-    from attnkit.runner.model import load_layer_facts, serves_latents
+    from attnkit.runner.model import load_layer_facts, serves_latents, takes_ranges
 
     kinds: dict[AttentionRequest, list[str]] = {}
     for facts in load_layer_facts(model, dtype):
@@ -190,6 +190,7 @@ def _requests_of_model(
                 has_sliding_window=facts.sliding_window is not None,
                 has_logits_soft_cap=facts.logits_soft_cap is not None,
                 use_alibi=facts.alibi_slopes is not None,
+                use_mm_prefix=takes_ranges(facts, backend),
                 attn_type=facts.attn_type.value,
             )
         kinds.setdefault(request, []).append(facts.name)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnkit.arguments import check_count, check_number
+from attnkit.arguments import check_count, check_flags, check_kind, check_number
 from attnkit.contract.types import AttentionType
 from attnkit.errors import ConfigurationError
 
@@ -66,6 +66,7 @@ class AttentionVariant:
         Raises:
             ConfigurationError: a value is outside what its attribute allows.
         """
+        check_count("num_heads", num_heads)
         check_number("scale", scale)
         check_count("sliding_window", sliding_window, optional=True)
         check_number("logits_soft_cap", logits_soft_cap, optional=True)
@@ -73,6 +74,10 @@ class AttentionVariant:
             raise ConfigurationError(
                 f"logits_soft_cap {logits_soft_cap} is not allowed; give a finite number > 0, or None"
             )
+        check_flags({"use_alibi_sqrt": use_alibi_sqrt})
+        check_kind("sinks", sinks, torch.Tensor, "a float tensor (num_heads,)", optional=True)
+        if sinks is not None and not sinks.is_floating_point():
+            raise ConfigurationError(f"sinks are {sinks.dtype}; give a float tensor (num_heads,)")
         if use_alibi_sqrt and alibi_slopes is None:
             raise ConfigurationError("use_alibi_sqrt needs alibi_slopes; give one slope per head")
         try:

@@ -1,9 +1,9 @@
 """PrefixTree: one object for each prefix of whole blocks, so that equal prefixes are identical.
 
 In: extra keys, and token ids block by block. Out: `Prefix` objects, the keys under which `BlockPool`
-finds blocks again. Each is looked up by (the prefix before it, its block's token ids), which is the
-chained hash that paged caches use, but compared in full: no collision can serve another prompt's
-pages.
+finds blocks again. Each is looked up by (the prefix before it, its block's token ids and extra keys),
+which is the chained hash that paged caches use, but compared in full: no collision can serve another
+prompt's pages.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ class PrefixTree:
         """The empty prefix under what else decides the contents: a salt, an adapter, an image."""
         return self._get(None, extra_keys)
 
-    def extend(self, prefix: Prefix, token_ids: Sequence[int]) -> Prefix:
-        """The prefix that goes on with one whole block of tokens."""
-        return self._get(prefix, tuple(token_ids))
+    def extend(
+        self, prefix: Prefix, token_ids: Sequence[int], extra_keys: tuple[Hashable, ...] = ()
+    ) -> Prefix:
+        """The prefix that goes on with one whole block of tokens, and what else it depends on."""
+        return self._get(prefix, (tuple(token_ids), extra_keys))
 
     def _get(self, parent: Prefix | None, content: Hashable) -> Prefix:
         key = (parent, content)

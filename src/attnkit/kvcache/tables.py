@@ -94,6 +94,21 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRange:
+    """Tokens that see each other in both directions, and so are computed in one step.
+
+    Attributes:
+        first: position.
+        last: position, inside.
+        key: what their keys and values depend on: all of their tokens, and images that stand for some.
+    """
+
+    first: int
+    last: int
+    key: Hashable
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixHit:
     """What the cache holds of a request.
 
@@ -114,15 +129,22 @@ class RequestBlocks:
             given back.
         prefix_len: tokens that stay visible to all later ones in groups that keep prefixes.
         encoder_len: encoder tokens, for groups that follow the encoder.
+        ranges: tokens that see each other, in order.
     """
 
-    __slots__ = ("_num_published", "_prefixes", "encoder_len", "prefix_len", "tables")
+    __slots__ = ("_num_published", "_prefixes", "encoder_len", "prefix_len", "ranges", "tables")
 
     def __init__(
-        self, num_groups: int, roots: dict[int, Prefix], prefix_len: int, encoder_len: int
+        self,
+        num_groups: int,
+        roots: dict[int, Prefix],
+        prefix_len: int,
+        encoder_len: int,
+        ranges: tuple[TokenRange, ...],
     ) -> None:
         self.prefix_len = prefix_len
         self.encoder_len = encoder_len
+        self.ranges = ranges
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self._num_published = [0] * num_groups
         # Block size -> prefixes of 0, 1, 2, ... whole blocks.
@@ -159,7 +181,11 @@ class BlockManager:
         self.hit_unit = math.lcm(*self._block_sizes)
 
     def new_request(
-        self, extra_keys: tuple[Hashable, ...] = (), prefix_len: int = 0, encoder_len: int = 0
+        self,
+        extra_keys: tuple[Hashable, ...] = (),
+        prefix_len: int = 0,
+        encoder_len: int = 0,
+        ranges: tuple[TokenRange, ...] = (),
     ) -> RequestBlocks:
         """Empty tables.
 
@@ -170,9 +196,11 @@ class BlockManager:
                 prefixes. What is computed behind them depends on how many they are, so in a model with
                 such a group no page behind a prefix is shared.
             encoder_len: encoder tokens, for groups that follow the encoder.
+            ranges: in order, without overlaps. Pages from a range's first token on are shared where the
+                whole range is the same; a hit never ends inside of one.
         """
         roots = {size: self._tree.root(extra_keys) for size in self._block_sizes}
-        return RequestBlocks(len(self.retentions), roots, prefix_len, encoder_len)
+        return RequestBlocks(len(self.retentions), roots, prefix_len, encoder_len, ranges)
 
     def max_blocks(self, num_tokens: int, max_query_len: int, encoder_len: int = 0) -> int:
         """Most blocks one request of `num_tokens` holds at once, over all groups."""
@@ -190,7 +218,7 @@ class BlockManager:
             return PrefixHit(0, tuple(() for _ in self.retentions))
         self._extend_prefixes(blocks, token_ids)
         end = min(len(token_ids) - 1, self._num_shareable(blocks, len(token_ids)))
-        end = end // self.hit_unit * self.hit_unit
+        end = self._hit_end(blocks, end)
         for group, retention in enumerate(self.retentions):
             if retention.is_full:
                 found = 0
@@ -198,11 +226,11 @@ class BlockManager:
                     if self._find(blocks, group, found) is None:
                         break
                     found += 1
-                end = min(end, found * retention.block_size) // self.hit_unit * self.hit_unit
+                end = self._hit_end(blocks, min(end, found * retention.block_size))
         # A block missing inside one group's needed range bars every end behind it, since the range of
         # a smaller end begins no later. So each miss moves the end, until nobody misses anything.
         while (missing := self._last_missing(blocks, end)) is not None:
-            end = missing // self.hit_unit * self.hit_unit
+            end = self._hit_end(blocks, missing)
         tables = []
         for group, retention in enumerate(self.retentions):
             num_blocks = end // retention.block_size
@@ -305,7 +333,9 @@ class BlockManager:
 
         Before either grows, `own_block` what it will write into.
         """
-        copy = self.new_request(prefix_len=blocks.prefix_len, encoder_len=blocks.encoder_len)
+        copy = self.new_request(
+            prefix_len=blocks.prefix_len, encoder_len=blocks.encoder_len, ranges=blocks.ranges
+        )
         copy.tables = [list(table) for table in blocks.tables]
         copy._num_published = list(blocks._num_published)
         copy._prefixes = {size: list(prefixes) for size, prefixes in blocks._prefixes.items()}
@@ -388,7 +418,17 @@ class BlockManager:
     def _extend_prefixes(self, blocks: RequestBlocks, token_ids: Sequence[int]) -> None:
         for size, prefixes in blocks._prefixes.items():
             for start in range((len(prefixes) - 1) * size, len(token_ids) - size + 1, size):
-                prefixes.append(self._tree.extend(prefixes[-1], token_ids[start : start + size]))
+                end = start + size
+                keys = tuple(r for r in blocks.ranges if start <= r.first < end)
+                prefixes.append(self._tree.extend(prefixes[-1], token_ids[start:end], keys))
+
+    def _hit_end(self, blocks: RequestBlocks, num_tokens: int) -> int:
+        """The last place up to `num_tokens` where a block of every group ends, and no range is cut."""
+        end = num_tokens // self.hit_unit * self.hit_unit
+        for cut in reversed(blocks.ranges):
+            if cut.first < end <= cut.last:
+                end = cut.first // self.hit_unit * self.hit_unit
+        return end
 
     def _key(self, blocks: RequestBlocks, group: int, index: int) -> tuple[int, Prefix]:
         return group, blocks._prefixes[self.retentions[group].block_size][index + 1]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnkit.arguments import check_count, check_kind, check_number, check_text
 from attnkit.contract import AttentionBackend, MLADimensions
 from attnkit.errors import UnsupportedConfiguration
 from attnkit.kvcache.formats import LATENT_FORMATS, CacheFormat, latent_format
@@ -53,9 +54,13 @@ class LatentLayer:
         """Check and keep an impl's constructor arguments.
 
         Raises:
-            ConfigurationError: no format for latents has this name.
+            ConfigurationError: a number is none, or no format for latents has this name.
             UnsupportedConfiguration: the backend says no to the sizes; with its reason.
         """
+        check_count("num_heads", num_heads)
+        check_number("scale", scale)
+        check_text("kv_cache_dtype", kv_cache_dtype)
+        check_kind("kv_b_proj", kv_b_proj, torch.nn.Module, "the projection as a torch module")
         dimensions = MLADimensions(
             kv_lora_rank=kv_lora_rank,
             qk_nope_head_dim=qk_nope_head_dim,

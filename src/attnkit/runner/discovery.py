@@ -8,6 +8,7 @@ A model that fails is refused with its class, the layer and the reason.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from attnkit.runner.indexers import IndexerFacts, indexer_facts, recording_choic
 from attnkit.runner.latents import Expansion, LatentFacts, latent_facts, recording_expansions
 from attnkit.runner.reach import Mask, Reach, reach_of_causal_mask, reach_of_open_mask
 from attnkit.runner.temperature import QueryTemperature, left_to_us
+from attnkit.runner.token_types import TokenTypes, read_token_types
 
 # Keyword arguments of an attention call that cannot change its result here: facts read by name,
 # bookkeeping of transformers, and offsets that only its own varlen kernels read.
@@ -55,6 +57,7 @@ class LayerFacts:
         temperature: what queries are scaled with by their position, which the layer must do in the
             module's place; None: nothing.
         attn_type: what it attends to.
+        token_types: which tokens of a prompt see each other in both directions; None: none do.
     """
 
     name: str
@@ -74,6 +77,7 @@ class LayerFacts:
     indexer: IndexerFacts | None = None
     temperature: QueryTemperature | None = None
     attn_type: AttentionType = AttentionType.DECODER
+    token_types: TokenTypes | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,6 +159,7 @@ def discover_layers(
     _check_tokens_are_independent(kind, first, second, order, kept)
     _check_rows(kind, "the output", first_output[order], second_output, kept)
 
+    token_types = None if encoder else _token_types(model, ids, positions)
     names = {module: name for name, module in model.named_modules()}
     facts = []
     seen: set[nn.Module] = set()
@@ -171,7 +176,14 @@ def discover_layers(
         is_open = attn_type is not AttentionType.DECODER
         indexer = None if is_open else indexer_facts(call.module, choices.get(call.module))
         fact = layer_facts(
-            kind, name, call, max_model_len, reaches, encoder=is_open, indexer=indexer
+            kind,
+            name,
+            call,
+            max_model_len,
+            reaches,
+            encoder=is_open,
+            indexer=indexer,
+            is_prefix_lm=token_types is not None,
         )
         latent = None if is_open else _latent(fact, call, expansions)
         if indexer is not None and latent is None:
@@ -179,9 +191,29 @@ def discover_layers(
                 f"{kind}: layer {name} attends to chosen keys, and not over latents that its kv_b_proj "
                 "expands, which attnkit's sparse layers do; use another model"
             )
-        temperature = temperatures.get(call.module)
-        facts.append(replace(fact, latent=latent, temperature=temperature, attn_type=attn_type))
+        facts.append(
+            replace(
+                fact,
+                latent=latent,
+                temperature=temperatures.get(call.module),
+                attn_type=attn_type,
+                token_types=token_types,
+            )
+        )
     return tuple(facts)
+
+
+def _token_types(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> TokenTypes | None:
+    """What the masks of a decoder show of them."""
+    if "token_type_ids" not in inspect.signature(model.forward).parameters:
+        return None
+
+    def masks_of(types: torch.Tensor | None) -> list[Any]:
+        options = {} if types is None else {"token_type_ids": types[None]}
+        calls, _ = _probe(model, ids, positions, **options)
+        return [getattr(call.mask, "mask_function", None) for call in calls]
+
+    return read_token_types(_NUM_PROBE_TOKENS, ids.device, masks_of)
 
 
 def _attn_type(model: Any, module: nn.Module) -> AttentionType:
@@ -211,13 +243,15 @@ def _embedding_rows(model: nn.Module) -> int:
 
 
 def _probe(
-    model: nn.Module, ids: torch.Tensor, positions: torch.Tensor
+    model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, **options: torch.Tensor
 ) -> tuple[list[AttentionCall], torch.Tensor]:
     recorder = _CallRecorder()
     with torch.inference_mode(), hook.recording(recorder):
         if two_sides.is_encoder_decoder(model):
             return recorder.calls, two_sides.call(model, ids, positions, ids, positions)
-        output = model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+        output = model(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, **options
+        )
     return recorder.calls, output[0][0]  # logits, or an encoder's hidden states
 
 
@@ -270,6 +304,7 @@ def layer_facts(
     *,
     encoder: bool = False,
     indexer: IndexerFacts | None = None,
+    is_prefix_lm: bool = False,
 ) -> LayerFacts:
     """What a call says of its layer.
 
@@ -281,6 +316,7 @@ def layer_facts(
         reaches: by the id of a mask, what has been read of it; grows.
         encoder: it must see both directions.
         indexer: that chooses its keys, if it has one that is known.
+        is_prefix_lm: it may call itself bidirectional; what it sees without token types its mask says.
 
     Raises:
         ModelError: attnkit does not know what the layer asks for.
@@ -293,7 +329,7 @@ def layer_facts(
     is_causal = getattr(call.module, "is_causal", True) if is_causal is None else is_causal
     if encoder and is_causal is not False:
         raise ModelError(f"{where} is causal; use attnkit.LLM for decoders")
-    if not encoder and is_causal is False:
+    if not encoder and is_causal is False and not is_prefix_lm:
         raise ModelError(
             f"{where} is bidirectional (is_causal False); attnkit.LLM drives causal decoders: use "
             "attnkit.Embedder for encoders"

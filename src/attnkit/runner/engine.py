@@ -12,6 +12,7 @@ import itertools
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from attnkit.kvcache.tables import BlockManager
 from attnkit.kvcache.transfer import LayerContents, PrefixContents, rows_of, whole_blocks
 from attnkit.runner.detokenizer import TextStream, Tokenizer
 from attnkit.runner.graphs import DecodeGraphs, Recorder
+from attnkit.runner.images import embed_images, ranges_of_prompt
 from attnkit.runner.model import PackedModel, StepPlanner
 from attnkit.runner.output import CompletionOutput, RequestOutput, StreamOutput
 from attnkit.runner.request import FinishReason, Request
@@ -238,6 +240,9 @@ class Engine:
         params: SamplingParams,
         prompt: str | None = None,
         encoder_token_ids: Sequence[int] = (),
+        *,
+        token_type_ids: Sequence[int] | None = None,
+        pixel_values: Any = None,
     ) -> Entry:
         """Take a request; it runs from the next step on.
 
@@ -245,18 +250,25 @@ class Engine:
             prompt_token_ids: at least one.
             prompt: the text they came from, to be handed back.
             encoder_token_ids: at least one for an encoder-decoder, none for other models.
+            token_type_ids: of a PrefixLM, which tokens see each other in both directions; None: none.
+            pixel_values: of the images that its image tokens stand for.
 
         Raises:
             RequestError: the prompt or its parameters are not allowed; nothing was changed.
         """
         with self._lock:
             number = next(self._numbers)
+            images = None
+            if pixel_values is not None:
+                images = embed_images(self.model, prompt_token_ids, pixel_values)
             request = Request(
                 str(number),
                 prompt_token_ids,
                 params,
                 encoder_token_ids=encoder_token_ids,
                 eos_token_ids=self.eos_token_ids,
+                ranges=ranges_of_prompt(self.model, prompt_token_ids, token_type_ids, images),
+                images=images,
             )
             self._check_encoder_tokens(request)
             vocab_size = self.model.vocab_size

@@ -195,7 +195,9 @@ class DecodeGraphs:
             ModelError: graphs are required, and the step cannot be captured.
         """
         num_rows = len(output.scheduled)
-        is_decode = all(item.num_new_tokens == 1 for item in output.scheduled)
+        is_decode = all(
+            item.num_new_tokens == 1 and item.images is None for item in output.scheduled
+        )
         if self._recorder is None or not is_decode or num_rows > self._sizes[-1]:
             return None
         size = self._sizes[bisect_left(self._sizes, num_rows)]

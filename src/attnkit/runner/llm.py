@@ -27,20 +27,20 @@ from attnkit.runner.interrupt import Interrupted, interrupts_after
 from attnkit.runner.linear import pack_linears
 from attnkit.runner.loading import (
     check_dtype_name,
+    find_auto_class,
     load_config,
     load_model,
     load_tokenizer,
-    reads_two_texts,
 )
 from attnkit.runner.memory import choose_device, choose_num_blocks
 from attnkit.runner.model import PackedModel, max_model_len_of
 from attnkit.runner.output import RequestOutput, StreamOutput
+from attnkit.runner.prompts import EnginePrompt, Prompt, PromptReader
 from attnkit.runner.sampling_params import SamplingParams
 from attnkit.runner.scheduler import check_budget
 from attnkit.runner.two_sides import is_encoder_decoder
 from attnkit.runner.weights import check_weights, quantize_linears
 
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, str | Sequence[int]]
 Message: TypeAlias = Mapping[str, Any]
 Progress: TypeAlias = Callable[[int, int, int], None]
 
@@ -142,7 +142,7 @@ class LLM:
             check_weights(weights, where)
         checkpoint = resolve_checkpoint(model, notice)
         # Refuses models that cannot be run, before any other word of them.
-        reads_two_texts(checkpoint)
+        find_auto_class(checkpoint)
         max_model_len_of(load_config(checkpoint), max_model_len)
         self.name = checkpoint.name
         self.model_path: Path = checkpoint.path
@@ -168,6 +168,7 @@ class LLM:
             max_num_batched_tokens=tokens,
             capture_sizes=capture_sizes(seqs) if captures else (),
             use_kv_connector=kv_connector,
+            use_token_types=True,
         )
         recorder, self._graphs_line = choose_recorder(packed, cuda_graphs)
         if compile:
@@ -191,6 +192,7 @@ class LLM:
             recorder=recorder,
             graphs_required=bool(cuda_graphs),
         )
+        self._prompts = PromptReader(lambda text: self.tokenizer.encode(text), self._decoder_start)
         self._executor: ThreadPoolExecutor | None = None
 
     @property
@@ -234,8 +236,10 @@ class LLM:
         """Continue prompts, all at once.
 
         Args:
-            prompts: a text, a list of token ids, or a list of such. Of an encoder-decoder they are the
-                encoder's, and the answer begins at the model's own start token;
+            prompts: a text, a list of token ids, or a list of such. Of a PrefixLM (PaliGemma, Gemma 3)
+                also what its processor makes of a text with images: a mapping of input_ids,
+                token_type_ids and pixel_values. Of an encoder-decoder they are the encoder's, and the
+                answer begins at the model's own start token;
                 {"encoder_prompt": ..., "decoder_prompt": ...} gives the beginning of the answer too.
             sampling_params: one for all, or one each; None: `SamplingParams()`.
             progress: called after each step with the prompts finished, their number, and the
@@ -250,7 +254,7 @@ class LLM:
         """
         many = _as_list(prompts)
         params = _params_for(sampling_params, len(many))
-        encoded = [self._encode(index, prompt) for index, prompt in enumerate(many)]
+        encoded = [self._prompts.read(index, prompt) for index, prompt in enumerate(many)]
         return self._run(self._add_all(encoded, params), progress)
 
     def chat(
@@ -272,7 +276,8 @@ class LLM:
             return []
         many: Any = [messages] if isinstance(messages[0], Mapping) else messages
         params = _params_for(sampling_params, len(many))
-        encoded = [(*self.encode_chat(conversation), []) for conversation in many]
+        texts = [self.encode_chat(conversation) for conversation in many]
+        encoded = [EnginePrompt(text=text, token_ids=ids) for text, ids in texts]
         return self._run(self._add_all(encoded, params), progress)
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
@@ -314,7 +319,7 @@ class LLM:
             RequestError: the prompt or its parameters are not allowed.
             Interrupted: Ctrl-C, with what there was.
         """
-        (entry,) = self._add_all([self._encode(0, prompt)], _params_for(sampling_params, 1))
+        (entry,) = self._add_all([self._prompts.read(0, prompt)], _params_for(sampling_params, 1))
         return self._iterate(entry)
 
     async def stream(
@@ -329,7 +334,7 @@ class LLM:
         """
         import asyncio
 
-        (entry,) = self._add_all([self._encode(0, prompt)], _params_for(sampling_params, 1))
+        (entry,) = self._add_all([self._prompts.read(0, prompt)], _params_for(sampling_params, 1))
         if self._executor is None:
             # One thread: steps come one after another anyway, and torch keeps a pool per thread.
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="attnkit")
@@ -427,44 +432,25 @@ class LLM:
         self._decoder_start = [token for token in start if token is not None]
         return True
 
-    def _encode(self, index: int, prompt: Any) -> tuple[str | None, list[int], list[int]]:
-        """Text to be handed back, the decoder's token ids, the encoder's."""
-        if self._decoder_start is None:
-            return *self._encode_one(index, prompt), []
-        start = None
-        if isinstance(prompt, Mapping):
-            if not {"encoder_prompt"} <= prompt.keys() <= {"encoder_prompt", "decoder_prompt"}:
-                raise RequestError(
-                    f"prompt {index} has {', '.join(map(str, prompt)) or 'nothing'}; give "
-                    "encoder_prompt and, if the answer's beginning is known, decoder_prompt"
-                )
-            start, prompt = prompt.get("decoder_prompt"), prompt["encoder_prompt"]
-        text, encoder_ids = self._encode_one(index, prompt)
-        if start is None:
-            return text, list(self._decoder_start), encoder_ids
-        return text, self._encode_one(index, start)[1], encoder_ids
-
-    def _encode_one(self, index: int, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Sequence):
-            raise RequestError(
-                f"prompt {index} is {type(prompt).__name__}; give a text or a list of token ids"
-            )
-        return None, list(prompt)
-
     def _add_all(
         self,
-        prompts: Sequence[tuple[str | None, list[int], list[int]]],
+        prompts: Sequence[EnginePrompt],
         params: Sequence[SamplingParams],
     ) -> list[Entry]:
         """All or none: the first that is refused takes the others out again before anything runs."""
         entries: list[Entry] = []
-        for index, ((text, ids, encoder_ids), param) in enumerate(
-            zip(prompts, params, strict=True)
-        ):
+        for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             try:
-                entries.append(self.engine.add(ids, param, text, encoder_ids))
+                entries.append(
+                    self.engine.add(
+                        prompt.token_ids,
+                        param,
+                        prompt.text,
+                        prompt.encoder_token_ids,
+                        token_type_ids=prompt.token_type_ids,
+                        pixel_values=prompt.pixel_values,
+                    )
+                )
             except RequestError as error:
                 self.engine.abort(entries)
                 raise RequestError(f"prompt {index}: {error}") from error

@@ -6,6 +6,7 @@ is wrong with the files. Code that comes with a checkpoint is never run.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,12 +36,7 @@ def load_model(
         ConfigurationError: the dtype is not known.
         ModelError: it generates no text, transformers cannot load it, or weights are missing.
     """
-    import transformers
-
-    if reads_two_texts(checkpoint):
-        auto, kind = transformers.AutoModelForSeq2SeqLM, "an encoder-decoder"
-    else:
-        auto, kind = transformers.AutoModelForCausalLM, "a causal language model"
+    auto, kind = find_auto_class(checkpoint)
     return _load(auto, kind, checkpoint, dtype, device)
 
 
@@ -151,11 +147,11 @@ def load_config(checkpoint: Checkpoint) -> Any:
         ) from error
 
 
-def reads_two_texts(checkpoint: Checkpoint) -> bool:
-    """Whether it is an encoder-decoder from text to text, and not a decoder.
+def find_auto_class(checkpoint: Checkpoint) -> tuple[Any, str]:
+    """transformers' class to load a model with that `attnkit.LLM` drives, and what such a model is.
 
     Raises:
-        ModelError: it is neither, so that transformers would load it in part, or not at all.
+        ModelError: it is none, so that transformers would load it in part, or not at all.
     """
     import transformers
 
@@ -168,18 +164,22 @@ def reads_two_texts(checkpoint: Checkpoint) -> bool:
                 "without one (BART, mBART, Pegasus, Marian)"
             )
         if type(config) in transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-            return True
+            return transformers.AutoModelForSeq2SeqLM, "an encoder-decoder"
         raise ModelError(
             f"{checkpoint.source} is an encoder-decoder ({config.model_type}) whose encoder does not "
             "read text, which attnkit's runner does not drive; give a model from text to text"
         )
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(
-            f"{checkpoint.source} is of type {config.model_type}, of which transformers "
-            f"{transformers.__version__} has no causal language model (it may see its prompt in both "
-            "directions, or have no head); give a decoder, or an encoder to attnkit.Embedder"
-        )
-    return False
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM, "a causal language model"
+    if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        model = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        if "token_type_ids" in inspect.signature(model.forward).parameters:
+            return transformers.AutoModelForImageTextToText, "a PrefixLM that sees images"
+    raise ModelError(
+        f"{checkpoint.source} is of type {config.model_type}, of which transformers "
+        f"{transformers.__version__} has no causal language model or PrefixLM (it may have no head, or "
+        "images of another kind); give a decoder, or an encoder to attnkit.Embedder"
+    )
 
 
 @contextmanager

@@ -44,7 +44,7 @@ from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.discovery import LayerFacts
 from attnkit.runner.indexers import IndexerFacts, make_indexer
 from attnkit.runner.loading import load_model
-from attnkit.runner.step import StepInputs
+from attnkit.runner.step import ImageRows, StepInputs
 from attnkit.runner.takeover import (
     attention_names,
     count_names,
@@ -77,6 +77,8 @@ class PackedModel:
         blocks_per_block: kernel blocks in a page.
         capture_sizes: rows that decode steps may be captured with, smallest first.
         attention_mask: what the model must be given as its own; None: nothing.
+        token_types: which tokens of a prompt see each other in both directions; None: none do.
+        takes_ranges: its layers were built for such prompts.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class PackedModel:
         max_num_batched_tokens: int = 8192,
         capture_sizes: Sequence[int] = (),
         use_kv_connector: bool = False,
+        use_token_types: bool = False,
     ) -> None:
         """Probe `model` and attach a layer to each of its attention modules.
 
@@ -103,6 +106,8 @@ class PackedModel:
             max_num_batched_tokens: most tokens in a step, likewise.
             capture_sizes: rows that decode steps may be captured with, smallest first, likewise.
             use_kv_connector: pages will be copied out of and into the cache.
+            use_token_types: of a model whose tokens see each other by type, prompts with types will
+                come: its layers get a backend that does ranges, unless another is named.
 
         Raises:
             ModelError: the model cannot be driven.
@@ -120,6 +125,8 @@ class PackedModel:
         self._previous = attention_names(model)
         with left_alone_on_error(model):
             facts = self._probe()
+            self.token_types = facts[0].token_types
+            self.takes_ranges = use_token_types and takes_ranges(facts[0], backend)
             self._build(facts, backend, block_size, max_num_seqs, max_num_batched_tokens)
             self._modules = {fact.name: fact.module for fact in facts}
             self.attach()
@@ -248,7 +255,14 @@ class PackedModel:
         self, inputs: StepInputs, plans: Mapping[str, Any], cache: PagedKVCache
     ) -> torch.Tensor:
         """`forward` of a step's inputs."""
-        return self.forward(inputs.input_ids, inputs.positions, inputs.logits_indices, plans, cache)
+        return self.forward(
+            inputs.input_ids,
+            inputs.positions,
+            inputs.logits_indices,
+            plans,
+            cache,
+            inputs.image_rows,
+        )
 
     def forward(
         self,
@@ -257,6 +271,7 @@ class PackedModel:
         logits_indices: torch.Tensor,
         plans: Mapping[str, Any],
         cache: PagedKVCache,
+        image_rows: ImageRows | None = None,
     ) -> torch.Tensor:
         """Run one step.
 
@@ -266,6 +281,7 @@ class PackedModel:
             logits_indices: int64 (num_rows,), the tokens whose logits are wanted.
             plans: layer name -> plan, from a `StepPlanner`.
             cache: the pages they speak of.
+            image_rows: what stands in the place of some tokens' embeddings; None: nothing does.
 
         Returns:
             Logits (num_rows, vocab_size) in the model's dtype.
@@ -275,15 +291,22 @@ class PackedModel:
             options["logits_to_keep"] = logits_indices
         if self.attention_mask is not None:
             options["attention_mask"] = self.attention_mask
+        if image_rows is None:
+            options["input_ids"] = input_ids[None]
         with (
             torch.inference_mode(),
             forward_context(plans, cache.by_layer, positions),
             self._compiling(),
         ):
-            logits = self.model(
-                input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **options
-            ).logits[0]
+            if image_rows is not None:
+                options["inputs_embeds"] = self._embed(input_ids, image_rows)[None]
+            logits = self.model(position_ids=positions[None], use_cache=False, **options).logits[0]
         return logits if self._takes_logits_to_keep else logits[logits_indices]
+
+    def _embed(self, input_ids: torch.Tensor, image_rows: ImageRows) -> torch.Tensor:
+        """Embeddings (num_tokens, hidden_size), those of images in their places."""
+        embedded = self.model.get_input_embeddings()(input_ids)
+        return embedded.index_copy(0, image_rows.rows, image_rows.vectors.to(embedded.dtype))
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
@@ -384,6 +407,7 @@ class PackedModel:
             head_size_v=fact.head_size_v,
             attn_type=attn_type,
             use_non_causal=use_non_causal,
+            use_mm_prefix=self.takes_ranges,
             dtype=fact.dtype,
             device=self.device,
             backend=backend,
@@ -483,6 +507,17 @@ def serves_latents(backend: str | type[AttentionBackend]) -> bool:
     """
     named = find_named(backend, here=False)
     return named is None or named.is_mla()
+
+
+def takes_ranges(fact: LayerFacts, backend: str | type[AttentionBackend]) -> bool:
+    """Layers whose tokens may see each other by type are built for it, unless somebody names a backend
+    that does not do it: with that one they run prompts without types.
+
+    Raises:
+        BackendError: there is no such backend.
+    """
+    named = find_named(backend, here=False)
+    return fact.token_types is not None and (named is None or named.supports_mm_prefix())
 
 
 def max_model_len_of(config: Any, given: int | None) -> int:

@@ -1,8 +1,8 @@
 """Request: one prompt on its way through the engine.
 
 In: token ids and sampling parameters. Out: the growing output, and the state the scheduler keeps:
-how many tokens are in the cache, in which blocks. Host only; whoever holds a Request may read all of
-it, and only the scheduler writes.
+how many tokens are in the cache, in which blocks. Host only, but for images; whoever holds a Request may
+read all of it, and only the scheduler writes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from enum import Enum
 
 from attnkit.errors import AttnkitError, RequestError
-from attnkit.kvcache.tables import RequestBlocks
+from attnkit.kvcache.tables import RequestBlocks, TokenRange
+from attnkit.runner.images import ImageTokens
 from attnkit.runner.sampling_params import SamplingParams
 
 
@@ -55,6 +56,8 @@ class Request:
         sampling_params: how to go on.
         eos_token_ids: the model's own end tokens.
         extra_keys: what the cache depends on beside tokens (see `BlockManager.new_request`).
+        ranges: prompt tokens that see each other in both directions, in order.
+        images: what stands in the place of some prompt tokens' embeddings; None: nothing does.
         priority: lower runs sooner and is preempted later; equal ones go by arrival.
         arrival: counts up over all requests a scheduler was given.
         num_computed_tokens: tokens whose keys and values are in the cache.
@@ -75,11 +78,13 @@ class Request:
         "error",
         "extra_keys",
         "finish_reason",
+        "images",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
+        "ranges",
         "request_id",
         "sampling_params",
         "status",
@@ -95,12 +100,15 @@ class Request:
         encoder_token_ids: Sequence[int] = (),
         eos_token_ids: Iterable[int] = (),
         extra_keys: tuple[Hashable, ...] = (),
+        ranges: Iterable[TokenRange] = (),
+        images: ImageTokens | None = None,
         priority: int = 0,
     ) -> None:
-        """A request that waits; arguments as the attributes.
+        """A request that waits; arguments as the attributes, `ranges` in any order.
 
         Raises:
-            RequestError: the prompt is empty or has something in it that is no token id.
+            RequestError: the prompt is empty or has something in it that is no token id; or a range is
+                reversed, outside of the prompt or overlaps another.
         """
         if len(prompt_token_ids) == 0:
             raise RequestError(f"request {request_id}: the prompt has no tokens; give at least 1")
@@ -117,6 +125,9 @@ class Request:
         self.sampling_params = sampling_params
         self.eos_token_ids = frozenset(eos_token_ids)
         self.extra_keys = extra_keys
+        self.ranges = tuple(sorted(ranges, key=lambda r: (r.first, r.last)))
+        self._check_ranges()
+        self.images = images
         self.priority = priority
         self.arrival = 0
         self.num_computed_tokens = 0
@@ -176,6 +187,12 @@ class Request:
         """Sorts requests: first comes first, preempted is the last."""
         return self.priority, self.arrival
 
+    def uncut(self, start: int, num_new: int) -> int:
+        """How many of the `num_new` tokens from position `start` on may be computed in one step so that
+        no range is left in two: all, or those before the first range that would be; perhaps none."""
+        end = start + num_new
+        return next((r.first - start for r in self.ranges if r.first < end <= r.last), num_new)
+
     def append(self, token_id: int) -> FinishReason | None:
         """Take a sampled token; the reason to stop now, if there is one."""
         self.token_ids.append(token_id)
@@ -184,3 +201,20 @@ class Request:
         if self.num_output_tokens >= self.sampling_params.max_tokens:
             return FinishReason.LENGTH
         return None
+
+    def _check_ranges(self) -> None:
+        before: TokenRange | None = None
+        for r in self.ranges:
+            what = None
+            if r.last < r.first:
+                what = "is reversed; give (first, last) position, both inside"
+            elif r.first < 0 or r.last >= self.num_prompt_tokens:
+                what = f"is not inside the prompt's {self.num_prompt_tokens} tokens"
+            elif before is not None and r.first <= before.last:
+                what = (
+                    f"overlaps ({before.first}, {before.last}); give ranges that have no position in "
+                    "common"
+                )
+            if what is not None:
+                raise RequestError(f"request {self.request_id}: range ({r.first}, {r.last}) {what}")
+            before = r

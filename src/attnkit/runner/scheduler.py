@@ -8,8 +8,10 @@ the model did not run to its end. Meanwhile the next one may be chosen too (`sch
 device need not wait for the host; steps are committed in their order.
 
 Decodes come first, then prompts already begun, then waiting requests, each kind in order of priority and
-arrival, until the token budget is spent. A prompt longer than what is left is computed in chunks. When
-blocks run out, the request that came last gives up all of its own and is computed again later.
+arrival, until the token budget is spent. A prompt longer than what is left is computed in chunks, which
+end before a range of tokens that see each other where they would cut it; a range that finds too little
+room waits, and nothing behind it runs before it. When blocks run out, the request that came last gives
+up all of its own and is computed again later.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 
 from attnkit.errors import ConfigurationError, OutOfPages, RequestError
 from attnkit.kvcache.tables import BlockManager, PrefixHit, RequestBlocks
+from attnkit.runner.images import ImageTokens
 from attnkit.runner.request import FinishReason, Request, RequestStatus
 
 
@@ -46,6 +49,12 @@ class ScheduledRequest:
         """`Request.is_prefilling`, when this step begins."""
         request = self.request
         return self.num_computed_tokens < max(request.num_prompt_tokens, request.num_tokens - 1)
+
+    @property
+    def images(self) -> ImageTokens | None:
+        """What stands in the place of some of these tokens, at positions of the request."""
+        images, start = self.request.images, self.num_computed_tokens
+        return None if images is None else images.between(start, start + self.num_new_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +163,7 @@ class Scheduler:
 
         Raises:
             RequestError: its id is in use, or it could never finish: prompt and max_tokens exceed the
-                model's length or all blocks of the pool. Nothing was changed.
+                model's length or all blocks of the pool, or a range exceeds a step. Nothing was changed.
         """
         who = f"request {request.request_id}"
         if request.request_id in self._requests:
@@ -181,11 +190,18 @@ class Scheduler:
                 f"but the pool has {num_blocks}; lower max_tokens, shorten the prompt, or give the "
                 "cache more memory"
             )
+        longest = max(request.ranges, key=lambda r: r.last - r.first, default=None)
+        if longest is not None and longest.last - longest.first >= self.max_chunk_tokens:
+            raise RequestError(
+                f"{who}: tokens {longest.first} to {longest.last} see each other, so one step computes "
+                f"them, and it has {self.max_chunk_tokens} tokens at most; raise max_num_batched_tokens"
+            )
         request.arrival = next(self._arrivals)
         request.blocks = self.manager.new_request(
             request.extra_keys,
             prefix_len=num_prompt,
             encoder_len=len(request.encoder_token_ids),
+            ranges=request.ranges,
         )
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_order)
@@ -219,11 +235,15 @@ class Scheduler:
                 break
             num_left = request.num_tokens - request.num_computed_tokens
             num_new = min(num_left, self.max_chunk_tokens, step.budget)
+            num_new = request.uncut(request.num_computed_tokens, num_new)
+            if num_new == 0:
+                step.admits = False  # Else newcomers would take the room it waits for.
+                break
             if self._make_room(request, num_new, step):
                 step.put(request, num_new)
             else:
-                step.is_short_of_blocks = True
-        if not step.is_short_of_blocks:
+                step.admits = False
+        if step.admits:
             self._admit(step)
         output = SchedulerOutput(
             scheduled=self._in_batch_order(step.num_new_tokens),
@@ -372,6 +392,9 @@ class Scheduler:
                 continue
             num_left = request.num_tokens - hit.num_tokens
             num_new = min(num_left, self.max_chunk_tokens, step.budget)
+            num_new = request.uncut(hit.num_tokens, num_new)
+            if num_new == 0:
+                return
             if self._start(request, hit, num_new):
                 step.put(request, num_new)
             elif self._running:
@@ -459,7 +482,8 @@ class _Step:
         self.num_new_tokens: dict[Request, int] = {}
         self.preempted: list[Request] = []
         self.budget = budget
-        self.is_short_of_blocks = False
+        self.admits = True
+        """No running request waits for blocks or room."""
 
     def put(self, request: Request, num_new: int) -> None:
         self.num_new_tokens[request] = num_new
@@ -468,7 +492,7 @@ class _Step:
     def preempt(self, request: Request) -> None:
         self.budget += self.num_new_tokens.pop(request, 0)
         self.preempted.append(request)
-        self.is_short_of_blocks = True
+        self.admits = False
 
 
 def _region(item: ScheduledRequest, threshold: int) -> int:

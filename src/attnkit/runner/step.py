@@ -35,6 +35,19 @@ class EncoderInputs:
     batch: CommonAttentionMetadata
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ImageRows:
+    """Vectors of images in the place of some tokens' embeddings.
+
+    Attributes:
+        rows: int64 (num_rows,), which of the step's tokens.
+        vectors: (num_rows, hidden_size).
+    """
+
+    rows: torch.Tensor
+    vectors: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
     """What the model and the layers need for one step, on the device.
@@ -46,6 +59,7 @@ class StepInputs:
         batches: one per group of layers, in the groups' order.
         sampled: the requests of the rows of `logits_indices`.
         encoder: None: no request begins, or the model has no encoder.
+        image_rows: None: no token of the step stands for an image.
     """
 
     input_ids: torch.Tensor
@@ -54,6 +68,7 @@ class StepInputs:
     batches: list[CommonAttentionMetadata]
     sampled: list[Request]
     encoder: EncoderInputs | None = None
+    image_rows: ImageRows | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -178,12 +193,14 @@ class StepRows:
         moved: list[torch.Tensor],
         is_prefilling: torch.Tensor,
         static: StaticInputs | None = None,
+        ranges: dict[int, list[tuple[int, int]]] | None = None,
     ) -> list[CommonAttentionMetadata]:
         """One batch per group, from what `Upload.send` returned.
 
         Args:
             is_prefilling: bool (num_rows,) on the host.
             static: takes the block tables.
+            ranges: `mm_req_doc_ranges`.
         """
         tables = [moved[part].view(shape) for part, shape in self._tables]
         lens, part = self._encoder_lens, self._encoder_part
@@ -205,6 +222,7 @@ class StepRows:
                 seq_lens_cpu_upper_bound=host[self._lens],
                 encoder_seq_lens=None if part is None else moved[part],
                 encoder_seq_lens_cpu=None if lens is None else lens.astype(np.int32),
+                mm_req_doc_ranges=ranges,
             )
             for table, slots in zip(tables, self._slots, strict=True)
         ]
@@ -271,10 +289,39 @@ def build_step(
         input_ids=moved[part_ids],
         positions=rows.positions_of(moved),
         logits_indices=moved[part_logits],
-        batches=rows.batches(host, moved, is_prefilling, static),
+        batches=rows.batches(host, moved, is_prefilling, static, _ranges(items)),
         sampled=[item.request for item in items if item.samples],
         encoder=None if follow_encoder is None else _encoder_inputs(items, device),
+        image_rows=_image_rows(items, device),
     )
+
+
+def _ranges(items: Sequence[ScheduledRequest]) -> dict[int, list[tuple[int, int]]] | None:
+    """Those whose tokens are computed in this step; later tokens see no range."""
+    found = {}
+    for row, item in enumerate(items):
+        start = item.num_computed_tokens
+        own = [(r.first, r.last) for r in item.request.ranges
+               if start <= r.first < start + item.num_new_tokens]  # fmt: skip
+        if own:
+            found[row] = own
+    return found or None
+
+
+def _image_rows(items: Sequence[ScheduledRequest], device: torch.device) -> ImageRows | None:
+    """Those of the step's tokens."""
+    rows: list[int] = []
+    vectors = []
+    first_row = 0
+    for item in items:
+        if (images := item.images) is not None:
+            shift = first_row - item.num_computed_tokens
+            rows += [p + shift for p in images.positions]
+            vectors.append(images.vectors)
+        first_row += item.num_new_tokens
+    if not rows:
+        return None
+    return ImageRows(rows=torch.tensor(rows, device=device), vectors=torch.cat(vectors))
 
 
 def _encoder_lens(items: Sequence[ScheduledRequest]) -> np.ndarray:

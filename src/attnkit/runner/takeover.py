@@ -27,11 +27,17 @@ def probe(model: Any, max_model_len: int, *, encoder: bool = False) -> tuple[Lay
     return discover_layers(model, max_model_len, encoder=encoder)
 
 
+_OTHER_SENSES = ("vision_config", "audio_config")
+
+
 def set_attention(model: Any, name: str) -> None:
-    """Let the model call the attention function registered as `name`, one of `hook.FUNCTIONS`."""
+    """Let the model call the attention function registered as `name`, one of `hook.FUNCTIONS`; what
+    turns images or sound into vectors keeps its own."""
     if older_models.call_function(model, hook.FUNCTIONS[name]):
         model.config._attn_implementation = name  # of which its masks depend
         return
+    senses = [c for n in _OTHER_SENSES if (c := getattr(model.config, n, None)) is not None]
+    own = [config._attn_implementation for config in senses]
     try:
         model.set_attn_implementation(name)
     except (AttributeError, ValueError) as error:
@@ -39,6 +45,8 @@ def set_attention(model: Any, name: str) -> None:
             f"{type(model).__name__} does not let its attention be replaced ({error}); use a model of "
             "transformers' own classes"
         ) from error
+    for config, former in zip(senses, own, strict=True):
+        config._attn_implementation = former
 
 
 def attention_names(model: Any) -> list[tuple[Any, Any]]:

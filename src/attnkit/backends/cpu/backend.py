@@ -7,7 +7,6 @@ why) the same is done in torch, request by request. Both give a request the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,20 +16,17 @@ from attnkit.backends.cpu.launch import DTYPE_CODES
 from attnkit.backends.cpu.native import native_kernels, native_status
 from attnkit.backends.cpu.operands import NativeCodes, NativeLayer
 from attnkit.backends.cpu.plan import CpuMetadata, CpuMetadataBuilder
-from attnkit.backends.dense import DenseBackend
+from attnkit.backends.dense import DenseBackend, DenseImpl
 from attnkit.contract import (
-    AttentionImpl,
     AttentionLayer,
     AttentionType,
-    AttentionVariant,
     DeviceCapability,
     KVCacheLayout,
     QuantKey,
 )
-from attnkit.errors import BatchError, UnsupportedConfiguration
+from attnkit.errors import BatchError
 from attnkit.kvcache.formats import (
     CacheFormat,
-    cache_format,
 )
 from attnkit.kvcache.read import check_block_ids
 from attnkit.output_quant import OUTPUT_KEYS, QuantizedOutput, attend_then_quantize
@@ -84,57 +80,16 @@ class CpuBackend(DenseBackend):
         return native_status()
 
 
-class CpuImpl(AttentionImpl[CpuMetadata]):
+class CpuImpl(DenseImpl[CpuMetadata]):
     """One layer on the CPU."""
 
-    can_return_lse_for_decode = True
+    backend_name = "cpu"
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: Sequence[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        *,
-        sinks: torch.Tensor | None = None,
-        use_alibi_sqrt: bool = False,
-        head_size_v: int | None = None,
-    ) -> None:
-        if not CpuBackend.supports_kv_cache_dtype(kv_cache_dtype):
-            allowed = ", ".join(CpuBackend.supported_kv_cache_dtypes)
-            reason = f"KV cache dtype {kv_cache_dtype} is not supported (allowed: {allowed})"
-            raise UnsupportedConfiguration(f"cpu: {reason}", (reason,))
-        self.cache_format = cache_format(kv_cache_dtype)
-        reason = self.cache_format.refusal(head_size, head_size_v or head_size)
-        if reason is not None:
-            raise UnsupportedConfiguration(f"cpu: {reason}", (reason,))
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = scale
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.head_size_v = head_size_v or head_size
-        self.kv_cache_dtype = kv_cache_dtype
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.variant = AttentionVariant.from_impl_args(
-            num_heads=num_heads,
-            scale=scale,
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=attn_type,
-            sinks=sinks,
-            use_alibi_sqrt=use_alibi_sqrt,
-            device="cpu",
-        )
+    def prepare_layer(self) -> None:
+        self.variant = self.variant.to("cpu")
         self._kernels = native_kernels()
         self._layer = NativeLayer.pack(
-            self.variant, num_heads, self.num_kv_heads, head_size, self.head_size_v
+            self.variant, self.num_heads, self.num_kv_heads, self.head_size, self.head_size_v
         )
 
     def do_kv_cache_update(
@@ -159,14 +114,7 @@ class CpuImpl(AttentionImpl[CpuMetadata]):
                 key, value = key.to(kv_cache.dtype), value.to(kv_cache.dtype)
             slots = slot_mapping.contiguous()
             self._kernels.write_kv(_rows(key), _rows(value), kv_cache, codes, slots)
-        elif slot_mapping.numel():
-            lowest, highest = (int(x) for x in slot_mapping.aminmax())
-            num_slots = kv_cache.shape[0] * kv_cache.shape[2]
-            if lowest < -1 or highest >= num_slots:
-                raise BatchError(
-                    f"slot_mapping goes from {lowest} to {highest}; give slots from 0 to "
-                    f"{num_slots - 1}, or -1 to skip a token"
-                )
+        else:
             self.cache_format.write(
                 key, value, kv_cache, slot_mapping, layer._k_scale, layer._v_scale
             )

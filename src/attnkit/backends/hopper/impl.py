@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnkit.backends.dense import DenseImpl
 from attnkit.backends.hopper.config import ScoreConfig
 from attnkit.backends.hopper.plan import Geometry, HopperMetadata, PrefillPlan
 from attnkit.backends.hopper.tuning import (
@@ -24,9 +25,8 @@ from attnkit.backends.hopper.tuning import (
     prefill_config,
 )
 from attnkit.backends.stored import Stored
-from attnkit.contract import AttentionImpl, AttentionLayer, AttentionType, AttentionVariant
+from attnkit.contract import AttentionLayer, AttentionType
 from attnkit.errors import BatchError, CacheError, UnsupportedConfiguration
-from attnkit.kvcache.formats import cache_format
 
 if TYPE_CHECKING:
     from attnkit.backends.hopper.launch import Operands
@@ -35,50 +35,23 @@ _NO_WINDOW = 1 << 29
 """From here on a window is longer than any request, and sums with it would leave int32."""
 
 
-class HopperImpl(AttentionImpl[HopperMetadata]):
+class HopperImpl(DenseImpl[HopperMetadata]):
     """One layer on sm_90. Its launches can be captured; prefills only inside one step."""
 
-    can_return_lse_for_decode = True
+    backend_name = "hopper"
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        *,
-        sinks: torch.Tensor | None = None,
-        use_alibi_sqrt: bool = False,
-        head_size_v: int | None = None,
-    ) -> None:
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = scale
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.kv_cache_dtype = kv_cache_dtype
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.group_size = num_heads // self.num_kv_heads
-        _refuse(head_size, head_size_v, self.group_size, kv_cache_dtype, attn_type)
-        self._cache_format = cache_format(kv_cache_dtype)
-        variant = AttentionVariant.from_impl_args(
-            num_heads=num_heads,
-            scale=scale,
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=attn_type,
-            sinks=sinks,
-            use_alibi_sqrt=use_alibi_sqrt,
+    def prepare_layer(self) -> None:
+        self.group_size = self.num_heads // self.num_kv_heads
+        variant = self.variant
+        _refuse(
+            self.head_size,
+            self.head_size_v,
+            self.group_size,
+            self.kv_cache_dtype,
+            variant.attn_type,
         )
-        if sliding_window is not None and sliding_window >= _NO_WINDOW:
-            variant = replace(variant, sliding_window=None)
-        self.variant = variant
+        if variant.sliding_window is not None and variant.sliding_window >= _NO_WINDOW:
+            self.variant = replace(variant, sliding_window=None)
         self._scores: dict[bool, ScoreConfig] = {}
 
     def forward(
@@ -172,12 +145,12 @@ class HopperImpl(AttentionImpl[HopperMetadata]):
 
     @property
     def _is_coded(self) -> bool:
-        return self._cache_format.reads_layer_scales
+        return self.cache_format.reads_layer_scales
 
     def _stored(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> Stored:
         # Codes as bytes: the copy engine has no float8.
         size, k_scale, v_scale = self.head_size, layer._k_scale, layer._v_scale
-        return Stored.of(kv_cache, self._cache_format, size, size, k_scale, v_scale, has_e4m3=False)
+        return Stored.of(kv_cache, self.cache_format, size, size, k_scale, v_scale, has_e4m3=False)
 
     def _unpacked(
         self, operands: Operands, plan: PrefillPlan, metadata: HopperMetadata

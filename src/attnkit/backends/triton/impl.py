@@ -12,19 +12,16 @@ import math
 
 import torch
 
+from attnkit.backends.dense import DenseImpl
 from attnkit.backends.stored import Stored
 from attnkit.backends.triton.configs import decode_config, decode_query_len, num_splits
 from attnkit.backends.triton.operands import Operands, Parts
 from attnkit.backends.triton.plan import TritonMetadata
 from attnkit.contract import (
-    AttentionImpl,
     AttentionLayer,
     AttentionType,
-    AttentionVariant,
     QuantKey,
 )
-from attnkit.errors import UnsupportedConfiguration
-from attnkit.kvcache.formats import CACHE_FORMATS, cache_format
 from attnkit.output_quant import OUTPUT_KEYS, QuantizedOutput, attend_then_quantize
 
 _MAX_PARTS = 1 << 27
@@ -34,53 +31,10 @@ requests to fill a device without sharing them."""
 _CACHELESS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
-class TritonImpl(AttentionImpl[TritonMetadata]):
+class TritonImpl(DenseImpl[TritonMetadata]):
     """One layer. Only launches between call and return."""
 
-    can_return_lse_for_decode = True
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        *,
-        sinks: torch.Tensor | None = None,
-        use_alibi_sqrt: bool = False,
-        head_size_v: int | None = None,
-    ) -> None:
-        if kv_cache_dtype not in CACHE_FORMATS:
-            allowed = ", ".join(CACHE_FORMATS)
-            reason = f"KV cache dtype {kv_cache_dtype} is not supported (allowed: {allowed})"
-            raise UnsupportedConfiguration(f"triton: {reason}", (reason,))
-        self.cache_format = cache_format(kv_cache_dtype)
-        reason = self.cache_format.refusal(head_size, head_size_v or head_size)
-        if reason is not None:
-            raise UnsupportedConfiguration(f"triton: {reason}", (reason,))
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = scale
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.head_size_v = head_size_v or head_size
-        self.kv_cache_dtype = kv_cache_dtype
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.variant = AttentionVariant.from_impl_args(
-            num_heads=num_heads,
-            scale=scale,
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=attn_type,
-            sinks=sinks,
-            use_alibi_sqrt=use_alibi_sqrt,
-        )
+    backend_name = "triton"
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
         return quant_key in OUTPUT_KEYS

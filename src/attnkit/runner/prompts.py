@@ -1,0 +1,128 @@
+"""What a user may give as a prompt, read into what the engine takes.
+
+In: a text, token ids, or a mapping: what a model's processor makes of text and images, or the two texts
+of an encoder-decoder. Out: `EnginePrompt`, or a RequestError that says what was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from attnkit.errors import RequestError
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EnginePrompt:
+    """One prompt, in the words of `Engine.add`.
+
+    Attributes:
+        text: to be handed back; None: token ids were given.
+        token_ids: of the decoder.
+        encoder_token_ids: empty: the model has no encoder.
+        token_type_ids: of a PrefixLM, one for each token; None: none were given.
+        pixel_values: of its images; None: there are none.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    encoder_token_ids: Sequence[int] = ()
+    token_type_ids: list[int] | None = None
+    pixel_values: Any = None
+
+
+class PromptReader:
+    """Reads prompts for one model."""
+
+    def __init__(
+        self, encode: Callable[[str], list[int]], decoder_start: Sequence[int] | None
+    ) -> None:
+        """
+        Args:
+            encode: text to token ids.
+            decoder_start: how the answers of an encoder-decoder begin; None: the model is a decoder.
+        """
+        self._encode = encode
+        self._decoder_start = decoder_start
+
+    def read(self, index: int, prompt: Any) -> EnginePrompt:
+        """
+        Args:
+            index: of the prompt among those given, for errors.
+
+        Raises:
+            RequestError: it is no prompt.
+        """
+        where = f"prompt {index}"
+        if self._decoder_start is not None:
+            return self._read_two_texts(where, prompt, self._decoder_start)
+        if isinstance(prompt, Mapping):
+            return _read_processed(where, prompt)
+        text, ids = self._read_one(where, prompt)
+        return EnginePrompt(text=text, token_ids=ids)
+
+    def _read_two_texts(self, where: str, prompt: Any, start: Sequence[int]) -> EnginePrompt:
+        if isinstance(prompt, Mapping):
+            _check_keys(where, prompt, "encoder_prompt", ("decoder_prompt",), _TWO_TEXTS)
+            if (given := prompt.get("decoder_prompt")) is not None:
+                start = self._read_one(where, given)[1]
+            prompt = prompt["encoder_prompt"]
+        text, ids = self._read_one(where, prompt)
+        return EnginePrompt(text=text, token_ids=list(start), encoder_token_ids=ids)
+
+    def _read_one(self, where: str, prompt: Any) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self._encode(prompt)
+        if not isinstance(prompt, Sequence):
+            raise RequestError(
+                f"{where} is {type(prompt).__name__}; give a text or a list of token ids"
+            )
+        return None, list(prompt)
+
+
+_TWO_TEXTS = "give encoder_prompt and, if the answer's beginning is known, decoder_prompt"
+_PROCESSED = (
+    "give what the model's processor makes of one text: input_ids and, of a PrefixLM, token_type_ids "
+    "and pixel_values"
+)
+
+
+def _read_processed(where: str, prompt: Mapping[str, Any]) -> EnginePrompt:
+    """What a processor of transformers returns."""
+    optional = ("attention_mask", "token_type_ids", "pixel_values")
+    _check_keys(where, prompt, "input_ids", optional, _PROCESSED)
+    mask = prompt.get("attention_mask")
+    if mask is not None and not all(_row(where, "attention_mask", mask)):
+        raise RequestError(f"{where} has an attention_mask that hides tokens; leave padding out")
+    types = prompt.get("token_type_ids")
+    return EnginePrompt(
+        text=None,
+        token_ids=_row(where, "input_ids", prompt["input_ids"]),
+        token_type_ids=None if types is None else _row(where, "token_type_ids", types),
+        pixel_values=prompt.get("pixel_values"),
+    )
+
+
+def _check_keys(
+    where: str, prompt: Mapping[str, Any], needed: str, optional: Sequence[str], advice: str
+) -> None:
+    if not {needed} <= prompt.keys() <= {needed, *optional}:
+        given = ", ".join(map(str, prompt)) or "nothing"
+        raise RequestError(f"{where} has {given}; {advice}")
+
+
+def _row(where: str, name: str, values: Any) -> list[Any]:
+    """A list, or a tensor or list of lists of one row, as a list."""
+    if isinstance(values, torch.Tensor | np.ndarray):
+        values = values.tolist()
+    if isinstance(values, Sequence) and len(values) == 1 and isinstance(values[0], Sequence):
+        values = values[0]
+    if not isinstance(values, Sequence) or any(isinstance(v, Sequence) for v in values):
+        raise RequestError(f"{where}: {name} is not one row of integers; {_PROCESSED}")
+    return list(values)
