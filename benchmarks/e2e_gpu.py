@@ -309,7 +309,8 @@ def main() -> None:
     ours = [
         RunnerEngine(model, backend, workload, graphs=graphs, block_size=options.block_size)
         for backend in options.backend or (["hopper", "triton"] if on_gpu else ["cpu"])
-        for graphs in ((False, True) if on_gpu and not options.no_graphs else (False,))
+        for graphs in ((False, True) if on_gpu else (False,))
+        if not (options.no_graphs if graphs else options.no_eager)
     ]
     if options.compile:
         # One only: what torch.compile keeps of a model's code holds the layers it was traced with.
@@ -361,6 +362,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of attnkit; several times (hopper, triton; on a CPU cpu)",
     )
     made.add_argument("--no-graphs", action="store_true", help="attnkit without CUDA graphs alone")
+    made.add_argument("--no-eager", action="store_true", help="attnkit with CUDA graphs alone")
     made.add_argument(
         "--compile", action="store_true", help="the first backend also with torch.compile"
     )

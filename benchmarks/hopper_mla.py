@@ -2,7 +2,8 @@
 
     python benchmarks/hopper_mla.py --json out.json [--peers .peers] [--only H16]
 
-Decodes over latents, and prompts whose latents are expanded to heads of 192 and values of 128.
+Decodes over latents, over all keys and over chosen ones, and prompts whose latents are expanded to heads
+of 192 and values of 128.
 
 Every contender's output is compared with float32 attention of one request before it is timed, with a
 cold L2 and as a replayed graph. Work is planned once a step for all layers, so no plan is timed.
@@ -16,11 +17,13 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from hopper_check import Clock
 
+from attnkit import MLAAttention, make_batch
 from attnkit.backends.hopper import latent_launch, launch, mla_plan
 from attnkit.backends.hopper.config import LatentConfig
 from attnkit.backends.hopper.mla_prefill import HopperMLAPrefill
@@ -404,6 +407,71 @@ def race_prompts(clock: Clock, p: Prompts, peers: Any, errors: dict[str, float])
     torch.cuda.empty_cache()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A batch of decodes whose queries are told `topk` of their keys, beside one that attends to all."""
+
+    num_reqs: int
+    ctx: int
+    num_heads: int
+    topk: int
+
+    @property
+    def name(self) -> str:
+        return f"chosen {self.topk} of ctx{self.ctx} B{self.num_reqs} H{self.num_heads}"
+
+
+CHOSEN = (
+    Chosen(num_reqs=1, ctx=65536, num_heads=128, topk=2048),
+    Chosen(num_reqs=8, ctx=65536, num_heads=128, topk=2048),
+    Chosen(num_reqs=8, ctx=65536, num_heads=16, topk=2048),
+)
+
+
+def race_chosen(clock: Clock, c: Chosen, errors: dict[str, float]) -> None:
+    """Decodes as layers call them, the plan made by an earlier one; the lists are given."""
+    s = Shape(num_reqs=c.num_reqs, ctx=c.ctx, num_heads=c.num_heads)
+    t = tensors(s)
+    order = torch.rand(s.num_reqs, s.ctx, device=DEVICE).argsort(dim=1)[:, : c.topk]
+    lists = order.sort(dim=1).values.int()
+    batch = make_batch(
+        [1] * s.num_reqs, [s.ctx] * s.num_reqs, t["table"].tolist(), 64, device=DEVICE
+    )
+    projection = torch.nn.Linear(512, s.num_heads * 256, bias=False, device=DEVICE)
+    projection.to(torch.bfloat16)
+    good = {}
+    for backend in ("hopper_mla", "triton_mla", "triton_mla_sparse"):
+        is_sparse = backend.endswith("sparse")
+        layer = MLAAttention(
+            s.num_heads,
+            DIMENSIONS,
+            projection,
+            SCALE,
+            backend=backend,
+            dtype=torch.bfloat16,
+            device=DEVICE,
+            block_size=64,
+            indexer=SimpleNamespace(topk_indices_buffer=lists) if is_sparse else None,
+        )
+        plan = layer.make_builder().build(0, batch)
+
+        def run(layer: Any = layer, plan: Any = plan) -> torch.Tensor:
+            return layer.impl.forward_mqa(t["q"], t["cache"], plan, layer)[0]
+
+        out = run()[-1].float()
+        keys = t["cache"][t["table"][-1].long()].reshape(-1, 576)[: s.ctx].float()
+        keys = keys[lists[-1].long()] if is_sparse else keys
+        want = (t["q"][-1].float() @ keys.T * SCALE).softmax(-1) @ keys[:, :512]
+        errors[f"{c.name} {backend}"] = error = float((out - want).norm() / want.norm())
+        if error < 2e-2:
+            good[backend] = run
+        else:
+            print(f"{c.name} {backend}: wrong by {error}", flush=True)
+    clock.race(c.name, good, num_bytes=s.num_bytes)
+    clock.race(c.name, good, num_bytes=s.num_bytes, graph=True)
+    torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", required=True)
@@ -425,6 +493,8 @@ def main() -> None:
     try:
         for p in (p for p in PROMPTS if options.only in p.name):
             race_prompts(clock, p, peers, errors)
+        for c in (c for c in CHOSEN if options.only in c.name):
+            race_chosen(clock, c, errors)
         for s in (s for s in SHAPES if options.only in s.name):
             t = tensors(s)
             mine = ours(s, t)

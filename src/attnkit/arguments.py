@@ -6,6 +6,7 @@ all three. Whether values fit each other is the business of who takes them, but 
 
 from __future__ import annotations
 
+import inspect
 import math
 from numbers import Integral, Real
 from typing import Any
@@ -120,6 +121,25 @@ def check_kind(
     if not isinstance(value, kind) and not (optional and value is None):
         raise ConfigurationError(
             f"{name} {_shown(value)} is not allowed; give {wanted}{_or_none(optional)}"
+        )
+
+
+def check_attribute(name: str, value: Any, attribute: str, *, optional: bool = False) -> None:
+    """An object with an attribute, which is looked for and not looked at: a property may have nothing to
+    say yet.
+
+    Args:
+        optional: None is allowed too.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
+    if optional and value is None:
+        return
+    nothing = object()
+    if inspect.getattr_static(value, attribute, nothing) is nothing:
+        raise ConfigurationError(
+            f"{name} {_shown(value)} is not allowed; give an object with {attribute}{_or_none(optional)}"
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnkit.arguments import check_count, check_flags, check_kind, check_number
+from attnkit.arguments import check_attribute, check_count, check_flags, check_number
 from attnkit.contract import (
     AttentionBackend,
     AttentionSpec,
@@ -113,9 +113,7 @@ class MLAAttention(PagedLayer):
                 f"dimensions and kv_b_proj are {type(dimensions).__name__} and "
                 f"{type(kv_b_proj).__name__}; give MLADimensions, and the projection as a torch module"
             )
-        check_kind(
-            "indexer", indexer, SparseIndexer, "an object with topk_indices_buffer", optional=True
-        )
+        check_attribute("indexer", indexer, "topk_indices_buffer", optional=True)
         check_number("scale", scale, optional=True)
         check_flags({"return_lse": return_lse, "use_kv_connector": use_kv_connector})
         scale = 1 / math.sqrt(dimensions.qk_head_dim) if scale is None else float(scale)

@@ -11,11 +11,17 @@ from triton_problem import DEVICE
 
 from attnkit import MLAAttention, PagedKVCache, make_batch
 from attnkit.backends.triton.configs import DecodeConfig
-from attnkit.backends.triton.mla_launch import launch_mla_decode, launch_tiled_write
+from attnkit.backends.triton.mla_launch import (
+    choose_rows_call,
+    launch_mla_decode,
+    launch_tiled_write,
+)
 from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages
 from attnkit.backends.triton.operands import Parts
 from attnkit.contract import AttentionCGSupport, MLADimensions
 from attnkit.kvcache.formats import latent_format
+from attnkit.mla.plan import DecodePart
+from attnkit.mla.sparse import ChosenRows, token_pages
 from hard_numbers import hard_numbers
 
 SHORT = DecodeConfig(block_m=16, block_n=16, num_warps=4, num_stages=2, segment=32)
@@ -140,3 +146,31 @@ def test_a_captured_plan_serves_any_uniform_batch_of_decodes() -> None:
         torch.testing.assert_close(lse[there], want_lse, atol=1e-5, rtol=0)
         assert not out[there.stop :].any()
         assert bool((lse[there.stop :] == -math.inf).all())
+
+
+@pytest.mark.parametrize("size", [1, 7, 40, 2100])
+def test_rows_are_chosen_as_torch_does(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    query_lens, seq_lens = [1, 0, 3, 4, 1], [70, 5, 3, 2, 150]
+    starts = torch.tensor([0, 1, 1, 4, 8, 9], dtype=torch.int32, device=DEVICE)
+    assert starts.diff().tolist() == query_lens
+    table = torch.randperm(5 * 32, generator=generator).int().view(5, 32).to(DEVICE)
+    plan = DecodePart(
+        query_start_loc=starts,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+        block_table=table,
+        max_query_len=4,
+        max_seq_len=150,
+    )
+    # Two queries of nobody, and positions of all kinds.
+    lists = torch.randint(-3, 160, (11, size), generator=generator, dtype=torch.int32).to(DEVICE)
+    if size == 40:
+        lists[4] = -1
+    chosen = ChosenRows.of(lists, plan, PAGE)
+    cache = torch.zeros(160, PAGE, 4, device=DEVICE)[:, : PAGE - 2]
+    pages, apart = token_pages(cache)
+    assert pages.shape == (159 * PAGE + PAGE - 2, 1, 4)
+    rows, num_chosen = torch.full_like(lists, 77), lists.new_full((11,), 77)
+    choose_rows_call(lists, plan, PAGE, apart, rows, num_chosen).launch()
+    assert torch.equal(num_chosen, chosen.num_chosen)
+    assert torch.equal(rows, (chosen.blocks * apart + chosen.offsets).int())

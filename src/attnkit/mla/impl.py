@@ -11,7 +11,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from attnkit.arguments import check_kind
+from attnkit.arguments import check_attribute
 from attnkit.contract import AttentionBackend, MLAAttentionImpl, SparseIndexer
 from attnkit.mla.layer import LatentLayer
 from attnkit.mla.plan import MLAMetadata
@@ -64,9 +64,7 @@ class LatentImpl(MLAAttentionImpl[M]):
         indexer: object | None = None,
         q_pad_num_heads: int | None = None,
     ) -> None:
-        check_kind(
-            "indexer", indexer, SparseIndexer, "an object with topk_indices_buffer", optional=True
-        )
+        check_attribute("indexer", indexer, "topk_indices_buffer", optional=True)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.indexer: SparseIndexer | None = indexer  # type: ignore[assignment]
         self.layer = LatentLayer.from_impl_args(

@@ -76,21 +76,37 @@ class ChosenRows:
             (pages, 1, C), a view where blocks lie whole rows apart, else a copy of the chosen rows;
             and int32 (T, k).
         """
-        num_blocks, block_size, size = cache.shape
-        block_stride, row_stride, _ = cache.stride()
-        if num_blocks and block_stride % row_stride == 0:
-            apart = block_stride // row_stride
-            pages = cache.as_strided(
-                ((num_blocks - 1) * apart + block_size, 1, size),
-                (row_stride, row_stride, 1),
-                cache.storage_offset(),
-            )
+        if (found := token_pages(cache)) is not None:
+            pages, apart = found
             return pages, (self.blocks * apart + self.offsets).int()
         # As bytes, since not every operation knows every 8-bit dtype.
         plain = cache if cache.dtype.itemsize > 1 else cache.view(torch.uint8)
         rows = plain[self.blocks.flatten(), self.offsets.flatten()].view(cache.dtype)
         table = torch.arange(rows.shape[0], dtype=torch.int32, device=cache.device)
         return rows[:, None], table.view(self.blocks.shape)
+
+
+def token_pages(cache: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """A cache as pages of one token, without copying.
+
+    Args:
+        cache: (num_blocks, block_size, C).
+
+    Returns:
+        (pages, 1, C), and how many pages lie from one block to the next; None where that is no whole
+        number.
+    """
+    num_blocks, block_size, size = cache.shape
+    block_stride, row_stride, _ = cache.stride()
+    if not num_blocks or block_stride % row_stride:
+        return None
+    apart = block_stride // row_stride
+    pages = cache.as_strided(
+        ((num_blocks - 1) * apart + block_size, 1, size),
+        (row_stride, row_stride, 1),
+        cache.storage_offset(),
+    )
+    return pages, apart
 
 
 class SparseLatentImpl(LatentImpl[M]):
@@ -154,20 +170,33 @@ class SparseLatentImpl(LatentImpl[M]):
             )
         plan = attn_metadata.decode
         assert plan is not None, "a batch without decodes has no rows to serve"
-        block_size = kv_c_and_k_pe_cache.shape[1]
-        chosen = ChosenRows.of(lists[:num_tokens], plan, block_size)
-        hot = self.hisparse_cache
-        if hot is None:
-            pages, table = chosen.pages_of(kv_c_and_k_pe_cache)
-        else:
-            pages, table = hot.pages_of(kv_c_and_k_pe_cache, chosen)
+        pages, table, num_chosen = self.find_rows(lists[:num_tokens], plan, kv_c_and_k_pe_cache)
         # A query a request: its list is its context.
         over_rows = copy.copy(attn_metadata)
         over_rows.decode = DecodePart(
             query_start_loc=torch.arange(num_tokens + 1, dtype=torch.int32, device=query.device),
-            seq_lens=chosen.num_chosen,
+            seq_lens=num_chosen,
             block_table=table,
             max_query_len=1,
             max_seq_len=lists.shape[1],
         )
         return super().forward_mqa(query, pages, over_rows, layer)
+
+    def find_rows(
+        self, lists: torch.Tensor, plan: DecodePart, cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where the listed keys are.
+
+        Args:
+            lists: int32 (T, k), positions in each query's own request.
+            plan: of these queries.
+            cache: (num_blocks, block_size, C), of the layer; on the host with a `hisparse_cache`.
+
+        Returns:
+            Pages of one token, (pages, 1, C); int32 (T, k), a block table over them; and int32 (T,), the
+            keys of each query.
+        """
+        chosen = ChosenRows.of(lists, plan, cache.shape[1])
+        hot = self.hisparse_cache
+        pages, table = chosen.pages_of(cache) if hot is None else hot.pages_of(cache, chosen)
+        return pages, table, chosen.num_chosen

@@ -31,8 +31,8 @@ from attnkit.contract import (
 from attnkit.mla.builder import MLAMetadataBuilder
 from attnkit.mla.impl import LatentImpl
 from attnkit.mla.layer import format_refusal
-from attnkit.mla.plan import MLAMetadata
-from attnkit.mla.sparse import ALL_QUERIES, SparseLatentImpl
+from attnkit.mla.plan import DecodePart, MLAMetadata
+from attnkit.mla.sparse import ALL_QUERIES, SparseLatentImpl, token_pages
 
 _MAX_PARTS = 1 << 27
 """Float32 elements (512 MiB) that shared requests may take: batches whose parts need more have enough
@@ -299,3 +299,17 @@ class TritonMLASparseImpl(SparseLatentImpl[TritonMLAMetadata], TritonMLAImpl):
     @staticmethod
     def get_backend_cls() -> type[TritonMLASparseBackend]:
         return TritonMLASparseBackend
+
+    def find_rows(
+        self, lists: torch.Tensor, plan: DecodePart, cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        found = token_pages(cache) if self.hisparse_cache is None else None
+        if found is None:
+            return super().find_rows(lists, plan, cache)
+        from attnkit.backends.triton import mla_launch
+
+        pages, apart = found
+        rows = lists.new_empty(lists.shape)
+        num_chosen = lists.new_empty(lists.shape[0])
+        mla_launch.choose_rows_call(lists, plan, cache.shape[1], apart, rows, num_chosen).launch()
+        return pages, rows, num_chosen

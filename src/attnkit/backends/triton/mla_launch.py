@@ -12,11 +12,13 @@ import triton
 from attnkit.backends.triton.configs import DecodeConfig, padded
 from attnkit.backends.triton.decode import merge_kernel
 from attnkit.backends.triton.launch import KernelCall
+from attnkit.backends.triton.mla_choose import choose_rows_kernel
 from attnkit.backends.triton.mla_decode import mla_decode_kernel
 from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages
 from attnkit.backends.triton.mla_write import tiled_write_kernel
 from attnkit.backends.triton.operands import Parts
 from attnkit.kvcache.codecs import FP8_TILE
+from attnkit.mla.plan import DecodePart
 
 
 def launch_mla_decode(
@@ -209,6 +211,50 @@ def tiled_write_call(
             "BLOCK_T": block_t,
         },
         device=kv_c.device,
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+def choose_rows_call(
+    lists: torch.Tensor,
+    plan: DecodePart,
+    block_size: int,
+    rows_apart: int,
+    rows: torch.Tensor,
+    num_chosen: torch.Tensor,
+) -> KernelCall:
+    """Rows of the cache for lists of positions.
+
+    Args:
+        lists: int32 (T, k), last stride 1.
+        plan: of these queries.
+        block_size: tokens in a block.
+        rows_apart: rows from one block to the next.
+        rows: int32 (T, k), contiguous, to be filled: rows of the keys that are named, then zeros.
+        num_chosen: int32 (T,), to be filled.
+    """
+    num_tokens, size = lists.shape
+    return KernelCall(
+        kernel=choose_rows_kernel,
+        grid=(num_tokens,),
+        arguments={
+            "lists_ptr": lists,
+            "query_start_loc_ptr": plan.query_start_loc,
+            "seq_lens_ptr": plan.seq_lens,
+            "table_ptr": plan.block_table,
+            "rows_ptr": rows,
+            "num_chosen_ptr": num_chosen,
+            "num_reqs": plan.seq_lens.shape[0],
+            "size": size,
+            "lists_stride": lists.stride(0),
+            "table_stride": plan.block_table.stride(0),
+            "rows_apart": rows_apart,
+            "PAGE_SIZE": block_size,
+            "BLOCK_K": min(1024, padded(size)),
+            "BLOCK_R": 128,
+        },
+        device=lists.device,
         num_warps=4,
         num_stages=1,
     )

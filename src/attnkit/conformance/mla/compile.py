@@ -14,6 +14,7 @@ from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages
 from attnkit.backends.triton.operands import Parts
 from attnkit.contract import MLADimensions
 from attnkit.kvcache.formats import latent_format
+from attnkit.mla.plan import DecodePart
 
 _DEEPSEEK = MLADimensions(
     kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
@@ -44,6 +45,15 @@ def mla_variants(gpu: configs.Gpu) -> Iterator[tuple[str, launch.KernelCall]]:
     pages = _pages(gpu, _DEEPSEEK, "fp8_ds_mla", 64)
     slots = _empty(4096, dtype=torch.int64)
     yield "mla-write-fp8_ds_mla", mla_launch.tiled_write_call(kv_c, k_pe, pages, slots)
+    lists, lens = _empty(64, 2048, dtype=torch.int32), _empty(64, dtype=torch.int32)
+    plan = DecodePart(
+        query_start_loc=_empty(65, dtype=torch.int32),
+        seq_lens=lens,
+        block_table=_empty(64, 1024, dtype=torch.int32),
+        max_query_len=1,
+        max_seq_len=65_536,
+    )
+    yield "mla-choose", mla_launch.choose_rows_call(lists, plan, 64, 64, lists, lens)
     yield from _index(gpu, "index-bf16-fp8", bf16, torch.uint8)
     yield from _index(gpu, "index-bf16-fp8-page16", bf16, torch.uint8, page=16)
     yield from _index(gpu, "index-bf16", bf16, bf16)
