@@ -15,7 +15,8 @@ from attnkit.kvcache.blocks import NULL_BLOCK, BlockPool
 from attnkit.kvcache.tables import BlockManager, Retention, TokenRange
 from attnkit.runner.request import Request
 from attnkit.runner.sampling_params import SamplingParams
-from attnkit.runner.scheduler import Scheduler, SchedulerOutput
+from attnkit.runner.scheduled import SchedulerOutput
+from attnkit.runner.scheduler import Scheduler
 
 VOCAB_SIZE = 50
 EOS = 7

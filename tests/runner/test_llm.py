@@ -9,7 +9,8 @@ import torch
 
 from attnkit import LLM, SamplingParams
 from attnkit.errors import BackendError, CacheError, ConfigurationError, ModelError, RequestError
-from attnkit.runner.engine import Engine, Entry
+from attnkit.runner.engine import Engine
+from attnkit.runner.entry import Entry
 from attnkit.runner.llm import Interrupted
 
 transformers = pytest.importorskip("transformers")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from attnkit import SamplingParams
-from attnkit.runner.engine import Engine, Entry
+from attnkit.runner.engine import Engine
+from attnkit.runner.entry import Entry
 from attnkit.runner.model import PackedModel
 from attnkit.runner.scheduler import Scheduler
 

@@ -16,7 +16,8 @@ from paged_model import (
 from attnkit.errors import ConfigurationError, OutOfPages, RequestError
 from attnkit.kvcache.tables import Retention, TokenRange
 from attnkit.runner.request import FinishReason, Request, RequestStatus
-from attnkit.runner.scheduler import Scheduler, SchedulerOutput
+from attnkit.runner.scheduled import SchedulerOutput
+from attnkit.runner.scheduler import Scheduler
 
 WINDOW = Retention(block_size=4, sliding_window=8)
 FULL = Retention(block_size=4)

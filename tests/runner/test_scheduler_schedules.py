@@ -12,7 +12,8 @@ from paged_model import PagedModel, generate, make_request, make_scheduler
 from attnkit.kvcache.blocks import NULL_BLOCK
 from attnkit.kvcache.tables import Retention, TokenRange
 from attnkit.runner.request import FinishReason, Request
-from attnkit.runner.scheduler import Scheduler, SchedulerOutput
+from attnkit.runner.scheduled import SchedulerOutput
+from attnkit.runner.scheduler import Scheduler
 
 GROUPS = st.sampled_from(
     [

@@ -15,7 +15,7 @@ an absorbed query, one KV head for all (a decode). The cache holds [kv_c | k_pe]
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -65,7 +65,6 @@ class MLADimensions:
         )
 
 
-@runtime_checkable
 class SparseIndexer(Protocol):
     """What an impl over latents that attends to chosen keys reads of its `indexer`."""
 

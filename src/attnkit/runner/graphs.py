@@ -21,7 +21,7 @@ import torch
 from attnkit.errors import ConfigurationError, ModelError
 from attnkit.kvcache.pool import PagedKVCache
 from attnkit.runner.model import PackedModel, StepPlanner
-from attnkit.runner.scheduler import SchedulerOutput
+from attnkit.runner.scheduled import SchedulerOutput
 from attnkit.runner.step import StaticInputs, build_capture_step
 
 Plans = Mapping[str, Any]

@@ -20,7 +20,8 @@ from attnkit.kvcache.transfer import KVConnector
 from attnkit.runner.arguments import check_backend, check_counts, check_modes
 from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.encoder_decoder import PackedEncoderDecoder
-from attnkit.runner.engine import Engine, EngineStats, Entry
+from attnkit.runner.engine import Engine, EngineStats
+from attnkit.runner.entry import Entry
 from attnkit.runner.fingerprint import model_fingerprint
 from attnkit.runner.graphs import capture_sizes, choose_recorder
 from attnkit.runner.interrupt import Interrupted, interrupts_after

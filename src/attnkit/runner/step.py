@@ -18,7 +18,7 @@ from attnkit.batch import make_batch
 from attnkit.contract import CommonAttentionMetadata
 from attnkit.kvcache.blocks import NULL_BLOCK
 from attnkit.runner.request import Request
-from attnkit.runner.scheduler import ScheduledRequest, SchedulerOutput
+from attnkit.runner.scheduled import ScheduledRequest, SchedulerOutput
 from attnkit.upload import Upload, room_for
 
 
