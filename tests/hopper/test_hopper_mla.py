@@ -12,6 +12,7 @@ from attnkit.conformance.mla.subject import MLASubject
 from attnkit.conformance.subject import LawBroken
 from attnkit.conformance.verify import claimed_checks, outcome_of
 from attnkit.contract import DeviceCapability, MLADimensions
+from attnkit.errors import CacheError
 from attnkit.selection import AttentionRequest, reasons_against
 from conftest import EmulatedHopperMLA, emulate
 
@@ -136,6 +137,27 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, name: str) ->
     case = _case(subject, "narrow" if name.startswith("narrow") else "20 heads")
     with pytest.raises((LawBroken, AssertionError, TimeoutError, IndexError)):
         check_case(subject, case)
+
+
+def test_a_cache_that_the_copy_engine_cannot_read_is_named(
+    emulated_mla: type[HopperMLABackend],
+) -> None:
+    subject = MLASubject.of(emulated_mla)
+    case = _case(subject, "narrow")
+    layer = subject.layer(case)
+    inputs = subject.inputs(layer, case)
+    blocks, heads, size, width = inputs.kv_cache.shape
+    for given, named in (
+        (torch.zeros(blocks, heads, size, width + 4, dtype=case.dtype)[..., :width], "has strides"),
+        (torch.zeros(blocks, heads, size, width, dtype=torch.float32), "kv_cache is torch.float32"),
+    ):
+        with pytest.raises(CacheError, match=named):
+            layer.impl.forward_mqa(  # type: ignore[attr-defined]
+                inputs.query.new_zeros(case.num_tokens, case.num_heads, width),
+                given[:, 0],
+                layer.build(inputs.batch),
+                layer,
+            )
 
 
 def _reasons(**fields: object) -> tuple[str, ...]:

@@ -418,8 +418,9 @@ def check_strides(name: str, x: torch.Tensor, error: type[AttnkitError]) -> None
         return
     raise error(
         f"{name} has strides {tuple(x.stride())} of {x.element_size()} bytes at address "
-        f"{x.data_ptr():#x}; the hopper backend copies it in boxes, which needs an address and strides "
-        "that are multiples of 16 bytes and a last stride of 1. Lay it out so, or use backend='triton'"
+        f"{x.data_ptr():#x}; the hopper backends copy it in boxes, which needs an address and strides "
+        "that are multiples of 16 bytes and a last stride of 1. Lay it out so, or use backend='triton' "
+        "('triton_mla' over latents)"
     )
 
 

@@ -2,8 +2,7 @@
 
 In: a `HopperMLAMetadata`, one layer's tensors and its latent cache. Out: attention. Decodes run in
 `latent_decode`, prompts in `prefill` where their heads have a size that it takes, else in the portable
-kernel; rows are written by a portable one. Importing this needs
-neither Triton nor a GPU.
+kernel; rows are written by a portable one. Importing this needs neither Triton nor a GPU.
 """
 
 from __future__ import annotations
@@ -12,29 +11,24 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnkit.backends.hopper.backend import HopperBackend
 from attnkit.backends.hopper.mla_plan import HopperMLAMetadata, HopperMLAMetadataBuilder
 from attnkit.backends.hopper.mla_prefill import HopperMLAPrefill
-from attnkit.backends.hopper.tuning import LATENT_SIZES, PAGE_MULTIPLE, latent_config
+from attnkit.backends.hopper.sm90 import Sm90Backend
+from attnkit.backends.hopper.tuning import LATENT_SIZES, latent_config
 from attnkit.backends.triton.mla import TritonMLAImpl
 from attnkit.contract import (
     AttentionBackend,
     AttentionLayer,
-    DeviceCapability,
-    KVCacheSpec,
     MLADimensions,
-    MultipleOf,
 )
+from attnkit.errors import CacheError
 from attnkit.mla.prefill_backend import MLAPrefillBackend
 
 
-class HopperMLABackend(AttentionBackend):
+class HopperMLABackend(Sm90Backend):
     """Latents of 512 columns with 64 for rope (DeepSeek-V2, -V3, Kimi) on Hopper GPUs, 16-bit."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
-    forward_includes_kv_cache_update = False
-    accept_output_buffer = True
 
     @staticmethod
     def get_name() -> str:
@@ -48,48 +42,9 @@ class HopperMLABackend(AttentionBackend):
     def get_builder_cls() -> type[HopperMLAMetadataBuilder]:
         return HopperMLAMetadataBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(
-        kv_cache_spec: KVCacheSpec | None = None,
-    ) -> list[int | MultipleOf]:
-        return [MultipleOf(PAGE_MULTIPLE)]
-
     @classmethod
     def is_mla(cls) -> bool:
         return True
-
-    @classmethod
-    def is_available(cls) -> str | None:
-        return HopperBackend.is_available()
-
-    @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        return HopperBackend.supports_compute_capability(capability)
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: DeviceCapability,
-    ) -> str | None:
-        return HopperBackend.supports_combination(
-            head_size,
-            dtype,
-            kv_cache_dtype,
-            block_size,
-            use_mla,
-            has_sink,
-            use_sparse,
-            use_mm_prefix,
-            device_capability,
-        )
 
     @classmethod
     def supports_mla_dimensions(
@@ -126,6 +81,11 @@ class HopperMLAImpl(TritonMLAImpl):
         attn_metadata: HopperMLAMetadata,
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to the latents themselves.
+
+        Raises:
+            CacheError: the copy engine cannot read the cache, or that has another dtype than `q`.
+        """
         # Here, so that the class can be asked questions where Triton is not installed.
         from attnkit.backends.hopper import latent_launch, launch
 
@@ -133,6 +93,13 @@ class HopperMLAImpl(TritonMLAImpl):
         assert plan is not None, "a batch without decodes has no rows to serve"
         latent = self.layer.dimensions.kv_lora_rank
         query, rope = q if isinstance(q, tuple) else (q[..., :latent], q[..., latent:])
+        cache = kv_c_and_k_pe_cache
+        launch.check_strides("kv_cache", cache, CacheError)
+        if cache.dtype != query.dtype:
+            raise CacheError(
+                f"kv_cache is {cache.dtype}, query is {query.dtype}; the hopper_mla backend reads "
+                "latents of the query's dtype"
+            )
         scale = self.scale
         if scale <= 0:  # The kernel applies it after the maximum.
             query, rope, scale = query * scale, rope * scale, 1.0
@@ -146,14 +113,14 @@ class HopperMLAImpl(TritonMLAImpl):
         operands = latent_launch.LatentOperands(
             query=query,
             query_rope=rope,
-            cache=kv_c_and_k_pe_cache,
+            cache=cache,
             output=output,
             lse=lse,
             block_table=plan.block_table,
             scale=scale,
         )
         work = attn_metadata.work(self.num_heads)
-        page_size = kv_c_and_k_pe_cache.shape[1]
+        page_size = cache.shape[1]
         config = latent_config(self.num_heads, page_size, work.tile_rows, lse=lse is not None)
         latent_launch.latent_decode_call(operands, work, config).launch()
         latent_launch.fold_latents_call(operands, work, config).launch()

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnkit.backends.hopper.backend import HopperBackend
 from attnkit.backends.hopper.plan import PrefillPlan, num_sms_of, plan_row_tiles
 from attnkit.backends.hopper.prefill_plan import share_row_tiles
+from attnkit.backends.hopper.sm90 import Sm90Backend
 from attnkit.backends.hopper.tuning import LATENT_HEAD_SIZES, prefill_config
 from attnkit.contract import AttentionVariant, DeviceCapability, MLADimensions
 from attnkit.mla.plan import ContextChunk, PrefillPart
@@ -44,15 +44,15 @@ class HopperMLAPrefill(MLAPrefillBackend):
 
     @classmethod
     def is_available(cls) -> str | None:
-        return HopperBackend.is_available()
+        return Sm90Backend.is_available()
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        return HopperBackend.supports_compute_capability(capability)
+        return Sm90Backend.supports_compute_capability(capability)
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
-        return HopperBackend.supports_dtype(dtype)
+        return Sm90Backend.supports_dtype(dtype)
 
     @classmethod
     def supports_dimensions(cls, dimensions: MLADimensions) -> str | None:
