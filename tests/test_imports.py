@@ -77,6 +77,7 @@ ARROWS: dict[str, set[str]] = {
         "contract",
         "kvcache",
         "mla",
+        "backends",
         "output_quant",
         "selection",
         "prefill_selection",

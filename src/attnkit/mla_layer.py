@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from attnkit.arguments import check_attribute, check_count, check_flags, check_number
+from attnkit.backends.wrappers import check_tokens_per_state, compressed
 from attnkit.contract import (
     AttentionBackend,
     AttentionSpec,
@@ -52,6 +53,7 @@ class MLAAttention(PagedLayer):
         dimensions: sizes of latents and heads.
         projection: `kv_b_proj` as plain weights.
         num_heads: query heads.
+        tokens_per_state: tokens that a row of the cache stands for.
         prefill_selection: who attends for prefills, and how it was chosen; print it. None: the backend
             does it by itself.
         head_size: numbers in a row of the cache.
@@ -77,6 +79,7 @@ class MLAAttention(PagedLayer):
         use_kv_connector: bool = False,
         prefill_backend: str | type[MLAPrefillBackend] = "auto",
         indexer: SparseIndexer | None = None,
+        tokens_per_state: int = 1,
         vllm_config: Any | None = None,
         choose: Choose = select,
     ) -> None:
@@ -100,6 +103,10 @@ class MLAAttention(PagedLayer):
             prefill_backend: who attends for prefills: a name of `MLA_PREFILL_BACKENDS`, a class, or
                 "auto", the backend's own.
             indexer: tells each query which keys to attend to; None: to all.
+            tokens_per_state: tokens that a row of the cache stands for (DeepSeek-V4's C128A: 128); it
+                divides `block_size`. The row that comes with the last of them is kept, those of the
+                others are not read, and a query sees the rows that are whole at its position, which
+                is also what an indexer then counts. Any backend does it (`compressed`).
             vllm_config: engine configuration handed to the builder; None: the defaults.
             choose: who chooses the backend; `functools.cache(select)` for many layers that ask alike.
 
@@ -115,6 +122,7 @@ class MLAAttention(PagedLayer):
             )
         check_attribute("indexer", indexer, "topk_indices_buffer", optional=True)
         check_number("scale", scale, optional=True)
+        check_count("tokens_per_state", tokens_per_state)
         check_flags({"return_lse": return_lse, "use_kv_connector": use_kv_connector})
         scale = 1 / math.sqrt(dimensions.qk_head_dim) if scale is None else float(scale)
         get_kv_quant_mode(kv_cache_dtype)  # An unknown format is the user's mistake, not a refusal.
@@ -132,6 +140,13 @@ class MLAAttention(PagedLayer):
         self.head_size, self.head_size_v = dimensions.latent_size, dimensions.v_head_dim
         self.attn_type, self.sliding_window = AttentionType.DECODER, None
         self.kv_cache_dtype, self.return_lse = kv_cache_dtype, return_lse
+        self.tokens_per_state = tokens_per_state
+        check_tokens_per_state(tokens_per_state, block_size)
+        if tokens_per_state > 1 and prefill_backend != "auto":
+            raise ConfigurationError(
+                f"prefill_backend {prefill_backend} has nothing to do in layer {self.layer_name}: with "
+                f"tokens_per_state {tokens_per_state} every query is a decode; leave it out"
+            )
         self.selection = choose(
             AttentionRequest(
                 head_size=self.head_size,
@@ -139,7 +154,7 @@ class MLAAttention(PagedLayer):
                 num_heads=num_heads,
                 num_kv_heads=1,
                 kv_cache_dtype=kv_cache_dtype,
-                block_size=block_size,
+                block_size=block_size // tokens_per_state,
                 use_mla=True,
                 use_sparse=indexer is not None,
                 mla=dimensions,
@@ -150,6 +165,8 @@ class MLAAttention(PagedLayer):
             backend,
         )
         self.backend = self.selection.backend
+        if tokens_per_state > 1:
+            self.backend = compressed(self.backend)
         self.projection = KvBProjection(kv_b_proj, num_heads, dimensions, dtype, self.device)
         impl_cls = self.backend.get_impl_cls()
         assert issubclass(impl_cls, MLAAttentionImpl), f"{impl_cls} has no latent forward"
@@ -179,13 +196,15 @@ class MLAAttention(PagedLayer):
             self.projection,
             indexer,
         )
-        self.prefill_selection = select_prefill(
-            self.impl,
-            prefill_backend,
-            device_capability=capability,
-            dtype=dtype,
-            dimensions=dimensions,
-        )
+        self.prefill_selection = None
+        if tokens_per_state == 1:
+            self.prefill_selection = select_prefill(
+                self.impl,
+                prefill_backend,
+                device_capability=capability,
+                dtype=dtype,
+                dimensions=dimensions,
+            )
         if self.prefill_selection is not None and prefill_backend != "auto":
             chosen = self.prefill_selection.backend
             self.impl.prefill_backend = chosen(num_heads, scale, dimensions)
@@ -223,6 +242,7 @@ class MLAAttention(PagedLayer):
                 dtype=kv_cache_torch_dtype(self.kv_cache_dtype, self.dtype),
                 kv_quant_mode=get_kv_quant_mode(self.kv_cache_dtype),
                 state_content_bytes=num_bytes,
+                tokens_per_state=self.tokens_per_state,
                 cache_dtype_str=self.kv_cache_dtype,
             )
         )

@@ -335,6 +335,21 @@ class LengthsMadeLocalInPlace(MLAMetadataBuilder):
         return plan
 
 
+@_caught_by("law:states_of_several_tokens")
+class ContextsOfAtLeastOneKey(MLAMetadataBuilder):
+    """A query that sees nothing looks at the first row of a page."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> MLAMetadata:
+        lens = common_attn_metadata.seq_lens.clamp(min=1)
+        batch = common_attn_metadata.replace(seq_lens=lens)
+        return super().build(common_prefix_len, batch, fast_build)
+
+
 # Chosen keys.
 
 

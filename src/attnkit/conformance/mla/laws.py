@@ -10,14 +10,16 @@ from dataclasses import replace
 
 import torch
 
+from attnkit.batch import make_batch
 from attnkit.compiled import forward_context
 from attnkit.conformance.checks import CacheWatch, bits, judge, run_and_judge
-from attnkit.conformance.inputs import Inputs
+from attnkit.conformance.inputs import Inputs, WholeSequence
 from attnkit.conformance.laws import Law, batches, calls, captured, pages
 from attnkit.conformance.laws.law import claimed
 from attnkit.conformance.mla.case import MLACase
 from attnkit.conformance.mla.subject import MLASubject
 from attnkit.conformance.subject import LawBroken, NotClaimed, Result, Subject
+from attnkit.kvcache.pool import PagedKVCache
 
 _LENS = {"query_lens": (1, 2, 5, 18), "seq_lens": (49, 33, 5, 70)}
 """A decode, a verification, a prompt, a chunk."""
@@ -198,18 +200,59 @@ def lists_may_name_anything(subject: Subject) -> None:
         for i in range(length):
             position = len(sequence.k) - length + i
             named = [j for j in lists[row].tolist() if 0 <= j <= position]
-            # A named key as often as it is named, none of them after the query.
-            alone = replace(
-                sequence,
-                q=sequence.q[i : i + 1],
-                k=sequence.k[named],
-                v=sequence.v[named],
-                meaning=replace(sequence.meaning, causal=False, told=None),
-            )
-            part = slice(row, row + 1)
-            lse = None if result.lse is None else result.lse[part]
-            judge((alone,), Result(out=result.out[part], lse=lse))
+            _judge_alone(sequence, i, named, result, row)
             row += 1
+
+
+def states_of_several_tokens(subject: Subject) -> None:
+    """With `tokens_per_state` a query sees the states that are whole at its position, the one it
+    completes included: prompts in chunks that end inside a state, decodes that complete one and that do
+    not. Rows of tokens that complete none are NaN, and so are pages at first."""
+    every, lens = 4, (21, 3, 38)
+    case = _base(subject, query_lens=lens, seq_lens=lens)
+    inputs = subject.inputs(subject.layer(case), case)
+    block_size = every * case.block_size
+    layer = subject.layer(case, tokens_per_state=every, block_size=block_size)
+    name = layer.layer_name
+    cache = PagedKVCache(
+        {name: layer.get_kv_cache_spec()},  # type: ignore[dict-item]
+        8,
+        device=subject.device,
+        layout=case.layout,
+        backends={name: layer.backend},
+        kv_cache_dtype=case.kv_cache_dtype,
+        poison=True,
+    )[name]
+    position = torch.cat([torch.arange(n) for n in lens])
+    in_between = (position % every != every - 1).to(subject.device)[:, None, None]
+    num_rows = len(position)
+    key = inputs.key[:num_rows].masked_fill(in_between, math.nan)
+    value = inputs.value[:num_rows].masked_fill(in_between, math.nan)
+    first_row, done = (0, 21, 24), [0, 0, 0]
+    for ends in ((14, 3, 34), (20, 3, 37), (21, 3, 38)):
+        query_lens = [end - begin for begin, end in zip(done, ends, strict=True)]
+        rows = [
+            row + i
+            for row, begin, end in zip(first_row, done, ends, strict=True)
+            for i in range(begin, end)
+        ]
+        tables = [[5, 1], [2, 4], [7, 3]]
+        tables = [t[: -(-n // block_size)] for t, n in zip(tables, ends, strict=True)]
+        step = replace(
+            inputs,
+            query=inputs.query[rows],
+            key=key[rows],
+            value=value[rows],
+            kv_cache=cache,
+            batch=make_batch(query_lens, ends, tables, block_size, device=subject.device),
+        )
+        result = subject.run(layer, step)
+        for place, row in enumerate(rows):
+            request = max(r for r in range(3) if first_row[r] <= row)
+            sequence, i = inputs.sequences[request], row - first_row[request]
+            whole = [every * j + every - 1 for j in range((i + 1) // every)]
+            _judge_alone(sequence, i, whole, result, place)
+        done = list(ends)
 
 
 class _Lists:
@@ -217,6 +260,22 @@ class _Lists:
 
     def __init__(self, lists: torch.Tensor) -> None:
         self.topk_indices_buffer = lists
+
+
+def _judge_alone(
+    sequence: WholeSequence, query: int, keys: list[int], result: Result, row: int
+) -> None:
+    """One query against what it sees, a key as often as it is named, none of them after it."""
+    alone = replace(
+        sequence,
+        q=sequence.q[query : query + 1],
+        k=sequence.k[keys],
+        v=sequence.v[keys],
+        meaning=replace(sequence.meaning, causal=False, told=None),
+    )
+    part = slice(row, row + 1)
+    lse = None if result.lse is None else result.lse[part]
+    judge((alone,), Result(out=result.out[part], lse=lse))
 
 
 def _expect_zero_padding(inputs: Inputs, result: Result) -> None:
@@ -264,6 +323,7 @@ MLA_LAWS: dict[str, Law] = {
         the_device_has_the_last_word_on_lengths,
         padding_rows_are_zero,
         lists_may_name_anything,
+        states_of_several_tokens,
         captured.captured_steps_replay,
     )
 }
