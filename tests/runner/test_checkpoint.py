@@ -220,7 +220,7 @@ def test_a_directory_is_taken_as_it_is_and_an_empty_one_refused(cache, tmp_path)
     ("kind", "message"),
     [
         ("t5", r"of type t5, whose attention adds a learned bias"),
-        ("whisper", r"an encoder-decoder \(whisper\) whose encoder does not read text"),
+        ("speech_to_text", r"encoder-decoder \(speech_to_text\) whose encoder does not read text"),
         ("llava", r"of type llava.*no causal language model or PrefixLM"),
     ],
 )

@@ -191,3 +191,8 @@ def test_decoders_and_encoders_are_told_apart(tmp_path: Path) -> None:
     decoder = tiny_models.save_model(tmp_path / "llama")
     with pytest.raises(ModelError, match=r"is causal; use attnkit\.LLM"):
         Embedder(decoder)
+    both = tmp_path / "t5"
+    transformers.T5Config().save_pretrained(both)
+    tiny_models.make_tokenizer().save_pretrained(both)
+    with pytest.raises(ModelError, match=r"is an encoder-decoder \(t5\)"):
+        Embedder(both)

@@ -31,13 +31,17 @@ SIZES = {
     "decoder_start_token_id": 257,
     "forced_eos_token_id": None,
 }
+HEARS = {"max_source_positions": 10, "max_target_positions": 64, "num_mel_bins": 8,
+         "max_position_embeddings": None}  # fmt: skip
 TEXTS = [list(range(40, 61)), [7], list(range(100, 105)), [9, 300, 9, 301] * 9, [33, 2]]
 
 
 def save(folder: Path, family: str = "bart", **changes: Any) -> Any:
     torch.manual_seed(1)
     config = transformers.AutoConfig.for_model(family, **{**SIZES, **changes})
-    model = transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
+    hears = family == "whisper"
+    auto = transformers.AutoModelForSpeechSeq2Seq if hears else transformers.AutoModelForSeq2SeqLM
+    model = auto.from_config(config, attn_implementation="eager")
     model = model.float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -46,6 +50,20 @@ def save(folder: Path, family: str = "bart", **changes: Any) -> Any:
                 parameter.normal_(0, 0.15)
     model.save_pretrained(folder)
     return model
+
+
+def hear(model: Any, features: torch.Tensor, num_tokens: int, start: list[int]) -> list[int]:
+    """The likeliest tokens, one after the other, from the whole model without a cache."""
+    ids = list(start)
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            logits = model(input_features=features, decoder_input_ids=torch.tensor([ids])).logits
+            ids.append(int(logits[0, -1].argmax()))
+    return ids[len(start) :]
+
+
+def recordings(num: int) -> list[torch.Tensor]:
+    return [torch.randn(1, 8, 20, generator=torch.Generator().manual_seed(i)) for i in range(num)]
 
 
 def expected(model: Any, text: list[int], num_tokens: int, start: list[int]) -> list[int]:
@@ -103,6 +121,54 @@ def test_greedy_tokens_on_triton_are_those_of_transformers(tmp_path):
     model = save(tmp_path, encoder_layers=1, decoder_layers=1)
     llm = LLM(tmp_path, backend="triton", block_size=16, num_blocks=20)
     assert generate(llm, TEXTS[:2], 4) == [expected(model, t, 4, [257]) for t in TEXTS[:2]]
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
+def test_recordings_give_the_tokens_of_transformers(backend, tmp_path):
+    """Whisper: its encoder makes 10 vectors of 20 frames, more than a step has tokens."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    model = save(tmp_path, "whisper", **HEARS)
+    slow = {"block_size": 16, "max_num_batched_tokens": 9} if backend == "triton" else {}
+    llm = LLM(
+        tmp_path,
+        backend=backend,
+        **{"block_size": 4, "max_num_batched_tokens": 3, **slow},
+        num_blocks=60,
+        max_num_seqs=3,
+        debug_poison=True,
+    )
+    num_tokens = 3 if slow else 9
+    given = recordings(2 if slow else 5)
+    start = [257, 30, 31, 32]
+    prompts = [{"input_features": f} for f in given]
+    prompts[1] = {"input_features": given[1][0].numpy(), "decoder_prompt": start}
+    right = [hear(model, f, num_tokens, [257]) for f in given]
+    right[1] = hear(model, given[1], num_tokens, start)
+    got = generate(llm, prompts, num_tokens)
+    assert got == right
+    assert len({tuple(tokens) for tokens in got}) == len(given)
+    assert llm.stats.num_used_blocks == 0
+
+
+def test_what_is_no_recording_is_refused(tmp_path):
+    save(tmp_path / "whisper", "whisper", **HEARS)
+    llm = LLM(tmp_path / "whisper", num_blocks=60)
+    shape = r"give .*\(8, 20\)"
+    for prompt, message in (
+        ([5, 6], "prompt 0 is list; give what the model's processor makes of one recording"),
+        ({"encoder_prompt": [5]}, "has encoder_prompt; give .* input_features"),
+        ({"input_features": torch.zeros(1, 8, 21)}, shape),
+        ({"input_features": torch.zeros(2, 8, 20)}, shape),
+        ({"input_features": torch.zeros(8, 20, dtype=torch.long)}, shape),
+        ({"input_features": "sound"}, shape),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.generate([prompt])
+    assert llm.stats.num_steps == 0
+    save(tmp_path / "bart")
+    with pytest.raises(RequestError, match="has input_features; give encoder_prompt"):
+        LLM(tmp_path / "bart", num_blocks=20).generate([{"input_features": torch.zeros(8, 20)}])
 
 
 def test_what_does_not_fit_is_refused(tmp_path):

@@ -21,6 +21,7 @@ from attnkit.runner import hook, two_sides
 from attnkit.runner.indexers import IndexerFacts, indexer_facts, recording_choices
 from attnkit.runner.latents import Expansion, LatentFacts, latent_facts, recording_expansions
 from attnkit.runner.reach import Mask, Reach, reach_of_causal_mask, reach_of_open_mask
+from attnkit.runner.sound import encode, reads_sound, silence
 from attnkit.runner.temperature import QueryTemperature, left_to_us
 from attnkit.runner.token_types import TokenTypes, read_token_types
 
@@ -159,6 +160,8 @@ def discover_layers(
     _check_tokens_are_independent(kind, first, second, order, kept)
     _check_rows(kind, "the output", first_output[order], second_output, kept)
 
+    if not encoder and two_sides.is_encoder_decoder(model) and reads_sound(model.config):
+        first = [*_calls_of_sound(model), *first]
     token_types = None if encoder else _token_types(model, ids, positions)
     names = {module: name for name, module in model.named_modules()}
     facts = []
@@ -248,11 +251,22 @@ def _probe(
     recorder = _CallRecorder()
     with torch.inference_mode(), hook.recording(recorder):
         if two_sides.is_encoder_decoder(model):
+            if reads_sound(model.config):  # Its encoder mixes frames, within one recording.
+                output = model.get_input_embeddings()(ids)[None]
+                return recorder.calls, two_sides.call(model, None, None, ids, positions, output)
             return recorder.calls, two_sides.call(model, ids, positions, ids, positions)
         output = model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, **options
         )
     return recorder.calls, output[0][0]  # logits, or an encoder's hidden states
+
+
+def _calls_of_sound(model: Any) -> list[AttentionCall]:
+    """Those of an encoder that reads sound."""
+    recorder = _CallRecorder()
+    with torch.inference_mode(), hook.recording(recorder):
+        encode(model, silence(model))
+    return recorder.calls
 
 
 def _check_tokens_are_independent(
@@ -385,6 +399,8 @@ def _reach(
     The mask is what transformers' eager attention obeys. `sliding_window` in the call is what its
     flash kernels obey. Where they differ transformers contradicts itself, and the layer is refused.
     """
+    if encoder and call.mask is None:
+        return Reach()
     mask_function = getattr(call.mask, "mask_function", None)  # lost where the model edits the mask
     if mask_function is None:
         raise ModelError(

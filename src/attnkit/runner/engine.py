@@ -21,6 +21,7 @@ from attnkit.kvcache.blocks import NULL_BLOCK, BlockPool
 from attnkit.kvcache.tables import BlockManager
 from attnkit.kvcache.transfer import LayerContents, PrefixContents, rows_of, whole_blocks
 from attnkit.runner.detokenizer import TextStream, Tokenizer
+from attnkit.runner.encoder_decoder import PackedEncoderDecoder
 from attnkit.runner.entry import Entry
 from attnkit.runner.graphs import DecodeGraphs, Recorder
 from attnkit.runner.images import embed_images, ranges_of_prompt
@@ -31,6 +32,7 @@ from attnkit.runner.sampler import Draw, Sampled, SamplingState, draw
 from attnkit.runner.sampling_params import SamplingParams
 from attnkit.runner.scheduled import SchedulerOutput
 from attnkit.runner.scheduler import Scheduler
+from attnkit.runner.sound import read_sound
 from attnkit.runner.step import build_step
 
 
@@ -168,15 +170,17 @@ class Engine:
         *,
         token_type_ids: Sequence[int] | None = None,
         pixel_values: Any = None,
+        input_features: Any = None,
     ) -> Entry:
         """Take a request; it runs from the next step on.
 
         Args:
             prompt_token_ids: at least one.
             prompt: the text they came from, to be handed back.
-            encoder_token_ids: at least one for an encoder-decoder, none for other models.
+            encoder_token_ids: at least one for an encoder-decoder that reads text, none for others.
             token_type_ids: of a PrefixLM, which tokens see each other in both directions; None: none.
             pixel_values: of the images that its image tokens stand for.
+            input_features: of a recording, for an encoder-decoder that reads sound.
 
         Raises:
             RequestError: the prompt or its parameters are not allowed; nothing was changed.
@@ -186,11 +190,15 @@ class Engine:
             images = None
             if pixel_values is not None:
                 images = embed_images(self.model, prompt_token_ids, pixel_values)
+            sound = None
+            if input_features is not None:
+                sound = read_sound(self.model.model, input_features)
             request = Request(
                 str(number),
                 prompt_token_ids,
                 params,
                 encoder_token_ids=encoder_token_ids,
+                sound=sound,
                 eos_token_ids=self.eos_token_ids,
                 ranges=ranges_of_prompt(self.model, prompt_token_ids, token_type_ids, images),
                 images=images,
@@ -220,17 +228,19 @@ class Engine:
             return entry
 
     def _check_encoder_tokens(self, request: Request) -> None:
-        given, most = len(request.encoder_token_ids), self.model.max_model_len
+        given = request.encoder_len
         if self._follow_encoder is None and given:
             raise RequestError(
                 f"request {request.request_id}: encoder tokens were given, and the model has no "
                 "encoder; give a prompt alone"
             )
-        if self._follow_encoder is not None and not 0 < given <= most:
-            raise RequestError(
-                f"request {request.request_id}: the encoder's prompt has {given} tokens; give 1 to "
-                f"{most}"
-            )
+        if self._follow_encoder is not None:
+            assert isinstance(self.model, PackedEncoderDecoder)
+            if not 0 < given <= self.model.max_encoder_len:
+                raise RequestError(
+                    f"request {request.request_id}: the encoder's prompt has {given} tokens; give 1 to "
+                    f"{self.model.max_encoder_len}"
+                )
 
     def abort(self, entries: Iterable[Entry]) -> None:
         """Cancel those of the entries that have not finished; their pages are free afterwards."""

@@ -39,6 +39,7 @@ from attnkit.runner.output import RequestOutput, StreamOutput
 from attnkit.runner.prompts import EnginePrompt, Prompt, PromptReader
 from attnkit.runner.sampling_params import SamplingParams
 from attnkit.runner.scheduler import check_budget
+from attnkit.runner.sound import reads_sound
 from attnkit.runner.two_sides import is_encoder_decoder
 from attnkit.runner.weights import check_weights, quantize_linears
 
@@ -193,7 +194,11 @@ class LLM:
             recorder=recorder,
             graphs_required=bool(cuda_graphs),
         )
-        self._prompts = PromptReader(lambda text: self.tokenizer.encode(text), self._decoder_start)
+        self._prompts = PromptReader(
+            lambda text: self.tokenizer.encode(text),
+            self._decoder_start,
+            hears=reads_sound(loaded.config),
+        )
         self._executor: ThreadPoolExecutor | None = None
 
     @property
@@ -242,6 +247,8 @@ class LLM:
                 token_type_ids and pixel_values. Of an encoder-decoder they are the encoder's, and the
                 answer begins at the model's own start token;
                 {"encoder_prompt": ..., "decoder_prompt": ...} gives the beginning of the answer too.
+                Of Whisper they are what its processor makes of a recording, {"input_features": ...},
+                beside which decoder_prompt may name language and task.
             sampling_params: one for all, or one each; None: `SamplingParams()`.
             progress: called after each step with the prompts finished, their number, and the
                 tokens generated so far.
@@ -450,6 +457,7 @@ class LLM:
                         prompt.encoder_token_ids,
                         token_type_ids=prompt.token_type_ids,
                         pixel_values=prompt.pixel_values,
+                        input_features=prompt.input_features,
                     )
                 )
             except RequestError as error:

@@ -15,6 +15,7 @@ import torch
 
 from attnkit.errors import ConfigurationError, ModelError
 from attnkit.runner.checkpoint import Checkpoint, check_loading_report
+from attnkit.runner.sound import reads_sound
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -61,6 +62,12 @@ def load_encoder(
     """
     import transformers
 
+    config = load_config(checkpoint)
+    if config.is_encoder_decoder:
+        raise ModelError(
+            f"{checkpoint.source} is an encoder-decoder ({config.model_type}), which attnkit.Embedder "
+            "does not take apart; give an encoder"
+        )
     auto = transformers.AutoModel
     return _load(auto, "an encoder", checkpoint, dtype, device, optional="pooler.")
 
@@ -165,9 +172,11 @@ def find_auto_class(checkpoint: Checkpoint) -> tuple[Any, str]:
             )
         if type(config) in transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
             return transformers.AutoModelForSeq2SeqLM, "an encoder-decoder"
+        if reads_sound(config):
+            return transformers.AutoModelForSpeechSeq2Seq, "an encoder-decoder that reads sound"
         raise ModelError(
             f"{checkpoint.source} is an encoder-decoder ({config.model_type}) whose encoder does not "
-            "read text, which attnkit's runner does not drive; give a model from text to text"
+            "read text, which attnkit's runner drives for Whisper alone; give a model from text to text"
         )
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.AutoModelForCausalLM, "a causal language model"

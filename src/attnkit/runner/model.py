@@ -56,7 +56,9 @@ from attnkit.runner.takeover import (
 )
 from attnkit.selection import Choose, find_named, select
 
-_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_LENGTH_NAMES = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions",
+)  # fmt: skip
 
 
 class PackedModel:

@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from attnkit.errors import ModelError
+
 AttentionFunction: TypeAlias = Callable[..., tuple[torch.Tensor, None]]
 
 
@@ -73,8 +75,7 @@ def _falcon(
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`FalconAttention.forward` with rotary positions. With ALiBi, which its eager attention adds twice
-    and its sdpa once, the mask is one of the model's own, and `discovery` refuses it."""
+    """`FalconAttention.forward` with rotary positions."""
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
     heads = module._split_heads(module.query_key_value(hidden_states))
@@ -82,7 +83,12 @@ def _falcon(
     if module.new_decoder_architecture:  # It has repeated each KV head for its query heads.
         group = module.num_heads // module.num_kv_heads
         key, value = key[:, ::group], value[:, ::group]
-    if position_embeddings is not None and alibi is None:
+    if alibi is not None:
+        raise ModelError(
+            f"{type(module).__name__} has ALiBi, which transformers' eager attention adds twice and its "
+            "sdpa once, so attnkit cannot tell which is meant; use a Falcon with rotary positions"
+        )
+    if position_embeddings is not None:
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
     output, _weights = attend(
         module,

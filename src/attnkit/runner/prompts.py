@@ -1,7 +1,7 @@
 """What a user may give as a prompt, read into what the engine takes.
 
-In: a text, token ids, or a mapping: what a model's processor makes of text and images, or the two texts
-of an encoder-decoder. Out: `EnginePrompt`, or a RequestError that says what was given.
+In: a text, token ids, or a mapping: what a model's processor makes of text and images or of sound, or
+the two texts of an encoder-decoder. Out: `EnginePrompt`, or a RequestError that says what was given.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class EnginePrompt:
     Attributes:
         text: to be handed back; None: token ids were given.
         token_ids: of the decoder.
-        encoder_token_ids: empty: the model has no encoder.
+        encoder_token_ids: empty: the model has no encoder, or it reads sound.
         token_type_ids: of a PrefixLM, one for each token; None: none were given.
         pixel_values: of its images; None: there are none.
+        input_features: of the recording that the encoder reads; None: it reads text.
     """
 
     text: str | None
@@ -35,21 +36,28 @@ class EnginePrompt:
     encoder_token_ids: Sequence[int] = ()
     token_type_ids: list[int] | None = None
     pixel_values: Any = None
+    input_features: Any = None
 
 
 class PromptReader:
     """Reads prompts for one model."""
 
     def __init__(
-        self, encode: Callable[[str], list[int]], decoder_start: Sequence[int] | None
+        self,
+        encode: Callable[[str], list[int]],
+        decoder_start: Sequence[int] | None,
+        *,
+        hears: bool = False,
     ) -> None:
         """
         Args:
             encode: text to token ids.
             decoder_start: how the answers of an encoder-decoder begin; None: the model is a decoder.
+            hears: its encoder reads sound.
         """
         self._encode = encode
         self._decoder_start = decoder_start
+        self._hears = hears
 
     def read(self, index: int, prompt: Any) -> EnginePrompt:
         """
@@ -60,6 +68,8 @@ class PromptReader:
             RequestError: it is no prompt.
         """
         where = f"prompt {index}"
+        if self._hears:
+            return self._read_sound(where, prompt)
         if self._decoder_start is not None:
             return self._read_two_texts(where, prompt, self._decoder_start)
         if isinstance(prompt, Mapping):
@@ -70,11 +80,28 @@ class PromptReader:
     def _read_two_texts(self, where: str, prompt: Any, start: Sequence[int]) -> EnginePrompt:
         if isinstance(prompt, Mapping):
             _check_keys(where, prompt, "encoder_prompt", ("decoder_prompt",), _TWO_TEXTS)
-            if (given := prompt.get("decoder_prompt")) is not None:
-                start = self._read_one(where, given)[1]
+            start = self._read_start(where, prompt)
             prompt = prompt["encoder_prompt"]
         text, ids = self._read_one(where, prompt)
         return EnginePrompt(text=text, token_ids=list(start), encoder_token_ids=ids)
+
+    def _read_sound(self, where: str, prompt: Any) -> EnginePrompt:
+        if not isinstance(prompt, Mapping):
+            raise RequestError(f"{where} is {type(prompt).__name__}; {_SOUND}")
+        _check_keys(where, prompt, "input_features", ("decoder_prompt",), _SOUND)
+        return EnginePrompt(
+            text=None,
+            token_ids=self._read_start(where, prompt),
+            input_features=prompt["input_features"],
+        )
+
+    def _read_start(self, where: str, prompt: Mapping[str, Any]) -> list[int]:
+        """How the answer begins: as given, or as the model says."""
+        given = prompt.get("decoder_prompt")
+        if given is None:
+            assert self._decoder_start is not None
+            return list(self._decoder_start)
+        return self._read_one(where, given)[1]
 
     def _read_one(self, where: str, prompt: Any) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
@@ -87,6 +114,10 @@ class PromptReader:
 
 
 _TWO_TEXTS = "give encoder_prompt and, if the answer's beginning is known, decoder_prompt"
+_SOUND = (
+    "give what the model's processor makes of one recording, input_features, and, if the answer's "
+    "beginning is known (a language, a task), decoder_prompt"
+)
 _PROCESSED = (
     "give what the model's processor makes of one text: input_ids and, of a PrefixLM, token_type_ids "
     "and pixel_values"

@@ -1,8 +1,8 @@
 """Request: one prompt on its way through the engine.
 
 In: token ids and sampling parameters. Out: the growing output, and the state the scheduler keeps:
-how many tokens are in the cache, in which blocks. Host only, but for images; whoever holds a Request may
-read all of it, and only the scheduler writes.
+how many tokens are in the cache, in which blocks. Host only, but for images and sound; whoever holds a
+Request may read all of it, and only the scheduler writes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from attnkit.errors import AttnkitError, RequestError
 from attnkit.kvcache.tables import RequestBlocks, TokenRange
 from attnkit.runner.images import ImageTokens
 from attnkit.runner.sampling_params import SamplingParams
+from attnkit.runner.sound import Sound
 
 
 class RequestStatus(Enum):
@@ -51,7 +52,9 @@ class Request:
     Attributes:
         request_id: unique among those not finished.
         token_ids: prompt and output.
-        encoder_token_ids: what the encoder of an encoder-decoder reads; empty: there is none.
+        encoder_token_ids: what the encoder of an encoder-decoder reads; empty: there is none, or it
+            reads sound.
+        sound: that it reads instead; None: none.
         num_prompt_tokens: how many of them are the prompt.
         sampling_params: how to go on.
         eos_token_ids: the model's own end tokens.
@@ -87,6 +90,7 @@ class Request:
         "ranges",
         "request_id",
         "sampling_params",
+        "sound",
         "status",
         "token_ids",
     )
@@ -98,6 +102,7 @@ class Request:
         sampling_params: SamplingParams,
         *,
         encoder_token_ids: Sequence[int] = (),
+        sound: Sound | None = None,
         eos_token_ids: Iterable[int] = (),
         extra_keys: tuple[Hashable, ...] = (),
         ranges: Iterable[TokenRange] = (),
@@ -121,6 +126,7 @@ class Request:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
         self.encoder_token_ids = tuple(encoder_token_ids)
+        self.sound = sound
         self.num_prompt_tokens = len(self.token_ids)
         self.sampling_params = sampling_params
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -146,6 +152,11 @@ class Request:
             f"Request({self.request_id}, {self.num_prompt_tokens}+{self.num_output_tokens} tokens, "
             f"{self.num_computed_tokens} computed, {self.status.value})"
         )
+
+    @property
+    def encoder_len(self) -> int:
+        """Tokens that cross attention reads."""
+        return len(self.encoder_token_ids) if self.sound is None else self.sound.num_tokens
 
     @property
     def num_tokens(self) -> int:

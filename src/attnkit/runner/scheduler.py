@@ -150,7 +150,7 @@ class Scheduler:
         request.blocks = self.manager.new_request(
             request.extra_keys,
             prefix_len=num_prompt,
-            encoder_len=len(request.encoder_token_ids),
+            encoder_len=request.encoder_len,
             ranges=request.ranges,
         )
         self._requests[request.request_id] = request
@@ -374,8 +374,7 @@ class Scheduler:
         return True
 
     def _most_blocks(self, request: Request, num_tokens: int) -> int:
-        encoder_len = len(request.encoder_token_ids)
-        return self.manager.max_blocks(num_tokens, self.max_chunk_tokens, encoder_len)
+        return self.manager.max_blocks(num_tokens, self.max_chunk_tokens, request.encoder_len)
 
     def _is_being_computed(self, request: Request, hit: PrefixHit) -> bool:
         """Whether a running request is about to compute what comes after the hit: then wait for it."""

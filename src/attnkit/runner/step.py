@@ -27,11 +27,13 @@ class EncoderInputs:
     """Encoder tokens of the requests whose first step this is, one request after another.
 
     Attributes:
-        input_ids: int64 (num_tokens,).
+        input_ids: int64 (num_tokens,); None: the encoder reads sound.
+        features: (num_requests, num_mel_bins, num_frames); None: it reads text.
         batch: theirs, without pages; it has their positions.
     """
 
-    input_ids: torch.Tensor
+    input_ids: torch.Tensor | None
+    features: torch.Tensor | None
     batch: CommonAttentionMetadata
 
 
@@ -325,20 +327,23 @@ def _image_rows(items: Sequence[ScheduledRequest], device: torch.device) -> Imag
 
 
 def _encoder_lens(items: Sequence[ScheduledRequest]) -> np.ndarray:
-    return np.array([len(item.request.encoder_token_ids) for item in items], dtype=np.int64)
+    return np.array([item.request.encoder_len for item in items], dtype=np.int64)
 
 
 def _encoder_inputs(
     items: Sequence[ScheduledRequest], device: torch.device
 ) -> EncoderInputs | None:
     """Those of requests that begin, or begin again; None: there are none."""
-    texts = [i.request.encoder_token_ids for i in items if i.num_computed_tokens == 0]
-    if not texts:
+    begun = [item.request for item in items if item.num_computed_tokens == 0]
+    if not begun:
         return None
-    lens = [len(text) for text in texts]
+    lens = [request.encoder_len for request in begun]
     blocks = [[i + 1] for i in range(len(lens))]  # One stands for each text: nothing is kept.
+    features = [request.sound.features for request in begun if request.sound is not None]
+    tokens = [token for request in begun for token in request.encoder_token_ids]
     return EncoderInputs(
-        input_ids=torch.tensor([token for text in texts for token in text], device=device),
+        input_ids=None if features else torch.tensor(tokens, device=device),
+        features=torch.stack(features) if features else None,
         batch=make_batch(lens, lens, blocks, max(lens), device=device, causal=False),
     )
 

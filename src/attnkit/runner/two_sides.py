@@ -1,7 +1,8 @@
 """Calling an encoder-decoder of transformers with packed streams on both sides.
 
-In: token ids and positions of the encoder's and of the decoder's tokens, each one stream. Out: logits.
-The model's classes take no positions; its two tables of positions are given them by a hook.
+In: token ids and positions of the decoder's tokens, and of the encoder's or what it made of sound, each
+one stream. Out: logits. The model's classes take no positions; its two tables of positions are given
+them by a hook.
 """
 
 from __future__ import annotations
@@ -45,20 +46,24 @@ def call(
     encoder_positions: torch.Tensor | None,
     ids: torch.Tensor,
     positions: torch.Tensor,
+    encoder_output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Logits of the decoder's tokens, [num_tokens, vocab_size].
 
     Args:
-        encoder_ids: int64 (num_encoder_tokens,); None: no request begins in this step, and the cross
-            attention layers get one row of zeros, of which nothing is kept.
+        encoder_ids: int64 (num_encoder_tokens,); None without `encoder_output`: no request begins in
+            this step, and the cross attention layers get one row of zeros, of which nothing is kept.
         encoder_positions: likewise.
         ids: int64 (num_tokens,).
         positions: likewise.
+        encoder_output: (1, num_encoder_tokens, hidden_size), where the encoder has run.
     """
     encoder_table, table = _tables(model)
     options: dict[str, Any] = {}
     given = {table: positions}
-    if encoder_ids is None or encoder_positions is None:
+    if encoder_output is not None:
+        options["encoder_outputs"] = (encoder_output,)
+    elif encoder_ids is None or encoder_positions is None:
         weight: Any = encoder_table.weight
         options["encoder_outputs"] = (weight.new_zeros(1, 1, weight.shape[1]),)
     else:
@@ -78,8 +83,8 @@ def _at(positions: dict[nn.Module, torch.Tensor]) -> Iterator[None]:
 
 
 def _give_positions(table: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    given = _POSITIONS.get()
-    return (args, kwargs if given is None else {**kwargs, "position_ids": given[table]})
+    given = _POSITIONS.get() or {}
+    return (args, {**kwargs, "position_ids": given[table]} if table in given else kwargs)
 
 
 def _tables(model: Any) -> tuple[nn.Module, nn.Module]:
@@ -90,6 +95,6 @@ def _tables(model: Any) -> tuple[nn.Module, nn.Module]:
     if encoder_table is None or table is None:
         raise ModelError(
             f"{type(model).__name__} has no table of positions, which attnkit's runner needs of an "
-            "encoder-decoder; use BART, mBART, Pegasus, Marian or the like"
+            "encoder-decoder; use BART, mBART, Pegasus, Marian, Whisper or the like"
         )
     return encoder_table, table
