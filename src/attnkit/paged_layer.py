@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -227,36 +228,36 @@ class PagedLayer(nn.Module):
         """Whether a query sees a position whose page the batch says is freed; host numbers alone."""
         if batch.freed_cpu is None or self.attn_type is not AttentionType.DECODER:
             return
-        query_lens = batch.query_start_loc_cpu.diff().tolist()
-        seq_lens = batch.host_seq_lens("freed_cpu").tolist()
-        for row in range(batch.num_reqs):
-            start, end = batch.freed_cpu[row].tolist()
-            if start == end or not query_lens[row]:
-                continue
-            # Of the first query, which looks back furthest.
-            position = seq_lens[row] - query_lens[row]
-            if end > self._first_seen(batch, row, position) or start < self._prefix(batch, row):
-                raise BatchError(
-                    f"request {row} has the null block for positions {start} to {end - 1}, and layer "
-                    f"{self.layer_name} looks at some of them from position {position}; give the blocks "
-                    "of all it sees"
-                )
+        start, end = batch.freed_cpu.T
+        query_lens = batch.query_start_loc_cpu.numpy()[1:] - batch.query_start_loc_cpu.numpy()[:-1]
+        # Of the first query, which looks back furthest.
+        position = batch.host_seq_lens("freed_cpu").numpy() - query_lens
+        seen = (end > self._first_seen(batch, position)) | (start < self._prefix(batch))
+        for row in np.flatnonzero(seen & (start < end) & (query_lens > 0)):
+            raise BatchError(
+                f"request {row} has the null block for positions {start[row]} to {end[row] - 1}, and "
+                f"layer {self.layer_name} looks at some of them from position {position[row]}; give the "
+                "blocks of all it sees"
+            )
 
-    def _prefix(self, batch: CommonAttentionMetadata, row: int) -> int:
-        """First tokens that all later ones see, where the host knows."""
+    def _prefix(self, batch: CommonAttentionMetadata) -> np.ndarray | int:
+        """First tokens that all later ones see, of each request, where the host knows."""
         prefixes = batch.rswa_prefix_lens if self.use_rswa else None
-        return int(prefixes[row]) if prefixes is not None and prefixes.device.type == "cpu" else 0
+        known = prefixes is not None and prefixes.device.type == "cpu"
+        return prefixes.numpy() if known else 0  # type: ignore[union-attr]
 
-    def _first_seen(self, batch: CommonAttentionMetadata, row: int, position: int) -> int:
-        """The first key that a query sees, apart from the prefix of R-SWA."""
+    def _first_seen(self, batch: CommonAttentionMetadata, position: np.ndarray) -> np.ndarray:
+        """The first key that a query of each request sees, apart from the prefix of R-SWA."""
         if self.sliding_window is not None:
             first = position - self.sliding_window + 1
         elif self.attention_chunk_size is not None:
             first = position // self.attention_chunk_size * self.attention_chunk_size
         else:
-            first = 0
-        ranges = (batch.mm_req_doc_ranges or {}).get(row, ())
-        return min([first, *(start for start, end in ranges if end >= position)])
+            first = np.zeros_like(position)
+        for row, ranges in (batch.mm_req_doc_ranges or {}).items():
+            inside = [start for start, end in ranges if end >= position[row]]
+            first[row] = min([first[row], *inside])
+        return first
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Call once when a checkpoint is loaded: scales are checked, and host copies follow them.
