@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from attnkit.backends.cpu.native import native_kernels
 from attnkit.runner.linear import PackedLinear, is_packable, pack_linears
 
 PACKABLE = [
@@ -24,20 +25,67 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("dtype", PACKABLE)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows", [1, 16, 33, 300])
-def test_the_product_is_the_linear_layers(dtype: torch.dtype, bias: bool, rows: int) -> None:
+@pytest.mark.parametrize("rows", [0, 1, 16, 17, 33, 64, 300])
+@pytest.mark.parametrize("sizes", [(72, 200), (96, 608)])
+def test_the_product_is_the_linear_layers(
+    dtype: torch.dtype, bias: bool, rows: int, sizes: tuple[int, int]
+) -> None:
     torch.manual_seed(rows)
-    linear = nn.Linear(72, 200, bias=bias, dtype=dtype).requires_grad_(False)
-    x = torch.randn(1, rows, 72, dtype=dtype)
+    linear = nn.Linear(*sizes, bias=bias, dtype=dtype).requires_grad_(False)
+    x = torch.randn(rows, 1, 2 * sizes[0], dtype=dtype).transpose(0, 1)[..., : sizes[0]]
     exact = nn.functional.linear(
         x.double(), linear.weight.double(), linear.bias.double() if bias else None
     )
-    plain = (linear(x).double() - exact).abs().max().item()
     packed = PackedLinear(linear)
+    assert packed(x).shape == exact.shape
+    if not rows:
+        return
+    plain = (linear(x).double() - exact).abs().max().item()
     assert packed.weight.shape == linear.weight.shape
     assert packed.weight.dtype == dtype
     error = (packed(x).double() - exact).abs().max().item()
     assert error <= plain + torch.finfo(dtype).eps * exact.abs().max().item()
+
+
+needs_bfloat16 = pytest.mark.skipif(
+    torch.bfloat16 not in PACKABLE, reason="oneDNN has no kernels for bfloat16 here"
+)
+
+
+def own_kernel(packed: PackedLinear) -> None:
+    if packed._few_rows is None:
+        pytest.skip("oneDNN multiplies few rows too: there is no matrix unit or no native library")
+
+
+def test_a_matrix_unit_means_our_own_kernel_for_few_rows() -> None:
+    kernels = native_kernels()
+    if kernels is None or not kernels.has_matrix_unit:
+        pytest.skip("there is no matrix unit, or no native library")
+    whole, odd = (PackedLinear(nn.Linear(n, 64, dtype=torch.bfloat16)) for n in (96, 72))
+    assert whole._few_rows is not None
+    assert odd._few_rows is None
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("rows", [1, 16, 31, 64])
+def test_a_row_does_not_depend_on_its_mates(rows: int) -> None:
+    packed = PackedLinear(nn.Linear(96, 1024, dtype=torch.bfloat16).requires_grad_(False))
+    own_kernel(packed)
+    x = torch.randn(64, 96, dtype=torch.bfloat16)
+    alone = packed(x)[:rows]
+    x[rows:] = torch.nan
+    assert torch.equal(packed(x)[:rows], alone)
+    assert torch.equal(packed(x[:rows]), alone)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize(
+    "x", [torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(2, 96)], ids=["width", "dtype"]
+)
+def test_what_does_not_fit_is_refused(x: torch.Tensor) -> None:
+    packed = PackedLinear(nn.Linear(96, 64, dtype=torch.bfloat16).requires_grad_(False))
+    with pytest.raises(RuntimeError):
+        packed(x)
 
 
 @pytest.mark.parametrize("dtype", PACKABLE)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attnkit.backends.cpu.operands import NativeBatch, NativeCodes, NativeLayer
+from attnkit.backends.cpu.operands import NativeBatch, NativeCodes, NativeLayer, NativeLinear
 from attnkit.errors import BatchError
 
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -35,13 +35,21 @@ _WRITE_ARGUMENTS = (
     + [_POINTER, _INT, _INT]  # slots, num_tokens, num_heads
     + [_INT, _INT, _INT, _POINTER]  # num_blocks, block_size, num_threads, GOMP_parallel
 )
+_LINEAR_ARGUMENTS = [
+    _POINTER,
+    _POINTER,
+    _POINTER,
+    _INT,
+    _INT,
+    _POINTER,
+]  # linear, x, y, rows; as above
 
 
 class NativeKernels:
     """The loaded library. Calls release the GIL and run on torch's own threads."""
 
     def __init__(self, path: str, parallel: int | None) -> None:
-        """Load a library built from `attend.c` and `write.c`.
+        """Load a library built from `attend.c`, `write.c` and `linear.c`.
 
         Args:
             path: of the shared library.
@@ -55,6 +63,7 @@ class NativeKernels:
         library = ctypes.CDLL(path)
         self._attend: Callable[..., int] = _function(library.attnkit_attend, _ATTEND_ARGUMENTS)
         self._write_kv: Callable[..., int] = _function(library.attnkit_write_kv, _WRITE_ARGUMENTS)
+        self._linear: Callable[..., int] = _function(library.attnkit_linear, _LINEAR_ARGUMENTS)
         self._parallel = parallel
         self.has_matrix_unit = bool(_function(library.attnkit_has_matrix_unit, [])())
 
@@ -228,6 +237,23 @@ class NativeKernels:
                 f"slot_mapping has a slot outside the cache of {num_blocks} blocks of {block_size}; "
                 f"give slots from 0 to {num_blocks * block_size - 1}, or -1 to skip a token"
             )
+
+    def multiply(self, linear: NativeLinear, x: torch.Tensor, output: torch.Tensor) -> None:
+        """A linear layer's product, where there is a matrix unit (`has_matrix_unit`).
+
+        Args:
+            x: bfloat16 (num_rows, in_features), dense, any number of dimensions before the last.
+            output: likewise (num_rows, out_features).
+        """
+        num_rows = output.numel() // output.shape[-1]
+        self._linear(
+            linear.address,
+            x.data_ptr(),
+            output.data_ptr(),
+            num_rows,
+            torch.get_num_threads(),
+            self._parallel,
+        )
 
 
 def _function(function: Any, argtypes: list[Any]) -> Callable[..., int]:

@@ -1,8 +1,7 @@
 /* A unit of many rows, in the processor's matrix unit (AMX): products of whole matrices of bfloat16.
  *
  * In: a unit whose queries are bfloat16, and K and V that are or that are codes. Out: the same sums,
- * largest scores and denominators as by `run_tiles`. On processors without such a unit, and where the
- * system does not let a process use it, `matrix_unit` is 0.
+ * largest scores and denominators as by `run_tiles`. Never called where `matrix_unit` is 0.
  *
  * How: keys are the rows of a product's left side and queries the columns of its right one, so that a
  * vector holds one key's scores with SIDE queries, and the weights come out as the right side of the
@@ -11,25 +10,14 @@
 #ifndef ATTNKIT_MATRIX_H
 #define ATTNKIT_MATRIX_H
 
+#include "amx.h"
 #include "unit.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#define SIDE 16          /* a matrix register: 16 rows of 16 float32 or 32 bfloat16 */
-#define HALVES 512       /* bfloat16 numbers of one */
+#ifdef ATTNKIT_AMX
+#define HALVES 512       /* bfloat16 numbers of a matrix register */
 #define MATRIX_KEYS 256  /* keys whose values are summed at a time */
 #define LAG 8.0f         /* of what is subtracted behind the largest score, in base 2 */
 #define PAIR (2 * SIDE)  /* rows of a unit that are multiplied at a time */
-
-static int matrix_unit;
-
-__attribute__((constructor)) static void ask_for_matrix_unit(void) {
-  enum { REQUEST = 0x1023, TILE_DATA = 18 }; /* ARCH_REQ_XCOMP_PERM */
-  matrix_unit = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
-}
 
 static int64_t matrix_floats(const struct job *j) {
   const int64_t widest = j->q_width > j->v_width ? j->q_width : j->v_width;
@@ -39,13 +27,7 @@ static int64_t matrix_floats(const struct job *j) {
 
 /* To be called by each thread, and ended: eight registers of full size; and their matrices, at `at`. */
 static void begin_matrices(const struct job *j, struct unit *u, float *at) {
-  struct {
-    uint8_t palette, start_row, none[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-  } config = {.palette = 1};
-  for (int i = 0; i < 8; ++i) config.row_bytes[i] = 64, config.rows[i] = SIDE;
-  _tile_loadconfig(&config);
+  begin_registers(SIDE);
   struct matrices *m = &u->m;
   m->acc = at, at += MATRIX_ROWS * j->v_width;
   m->scores = at, at += 2 * MATRIX_KEYS * SIDE;
@@ -388,7 +370,6 @@ static void unpack_sums(const struct job *j, struct unit *u) {
 }
 
 #else
-enum { matrix_unit = 0 };
 static inline int64_t matrix_floats(const struct job *j) { return (void)j, 0; }
 static inline void begin_matrices(const struct job *j, struct unit *u, float *at) {
   (void)j, (void)u, (void)at;

@@ -1,7 +1,7 @@
-"""Operands of the native library: a batch, a layer, a cache's format, packed once into C structs.
+"""Operands of the native library: a batch, a layer, a cache's format, a weight, as C structs.
 
-In: tensors and a layer's variant. Out: addresses of structs that mirror those of `visible.h` and
-`call.h`, held together with the tensors their pointers point into.
+In: tensors and a layer's variant. Out: addresses of structs that mirror those of `visible.h`, `call.h`
+and `linear.c`, held together with the tensors their pointers point into.
 """
 
 from __future__ import annotations
@@ -68,6 +68,15 @@ class _Codes(ctypes.Structure):
         ("v_scale", _POINTER),
         ("k_stride", _INT),
         ("v_stride", _INT),
+    )
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (
+        ("weight", _POINTER),
+        ("bias", _POINTER),
+        ("columns", _INT),
+        ("channels", _INT),
     )
 
 
@@ -226,3 +235,28 @@ class NativeCodes:
         )
         offset = stored.layout(head_size, head_size_v).v_codes
         return cls(ctypes.addressof(struct), offset, struct, (scales[0], scales[1]))
+
+
+@dataclass(frozen=True, eq=False)
+class NativeLinear:
+    """A packed weight as `linear.c` reads it; holds the tensors its pointers point into."""
+
+    address: int
+    _struct: _Linear
+    _tensors: tuple[torch.Tensor | None, ...]
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeLinear:
+        """
+        Args:
+            weight: bfloat16 (out_features, in_features), multiples of 32, packed by oneDNN into the
+                blocks that `linear.c` describes: the caller's promise.
+            bias: bfloat16 (out_features,), dense; None: there is none.
+        """
+        struct = _Linear(
+            weight=torch.ops.mkldnn.data_ptr(weight),
+            bias=None if bias is None else bias.data_ptr(),
+            columns=weight.shape[0],
+            channels=weight.shape[1],
+        )
+        return cls(ctypes.addressof(struct), struct, (weight, bias))
