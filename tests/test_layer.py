@@ -772,10 +772,21 @@ def test_a_prefix_that_is_no_part_of_its_request_is_not_planned(
             {"attn_type": "encoder_only", "use_mm_prefix": True},
             "use_mm_prefix is for decoder layers",
         ),
-        ({"use_rswa": True}, "use_rswa is for decoder layers with a sliding_window"),
+        (
+            {"attn_type": "encoder_only", "use_rswa": True, "sliding_window": 4},
+            "use_rswa is for decoder layers",
+        ),
+        ({"use_rswa": True}, "use_rswa is about a window beside a prefix"),
         ({"use_tree_mask": True, "sliding_window": 4}, "use_tree_mask and sliding_window exclude"),
+        (
+            {"use_tree_mask": True, "sliding_window": 4, "use_rswa": True},
+            "use_tree_mask and sliding_window exclude",
+        ),
         ({"use_tree_mask": True, "alibi_slopes": [1.0] * 4}, "and alibi_slopes exclude each other"),
-        ({"use_tree_mask": True, "attention_chunk_size": 16}, "and attention_chunk_size exclude"),
+        (
+            {"use_tree_mask": True, "attention_chunk_size": 16},
+            "chunk_size and use_tree_mask exclude",
+        ),
         ({"use_tree_mask": True, "use_mm_prefix": True}, "use_tree_mask and use_mm_prefix exclude"),
         (
             {"use_tree_mask": True, "attn_type": "encoder_only"},
@@ -783,7 +794,7 @@ def test_a_prefix_that_is_no_part_of_its_request_is_not_planned(
         ),
     ],
 )
-@pytest.mark.parametrize("backend", ["auto", Recording])
+@pytest.mark.parametrize("backend", ["auto", "reference", "cpu", Recording])
 def test_layers_that_mean_nothing_are_refused_whatever_the_backend(
     backend: Any, arguments: dict[str, Any], named: str
 ) -> None:

@@ -571,6 +571,24 @@ def test_every_question_of_a_request_reaches_the_backend(asked: dict[str, Any], 
     assert named in reasons[0]
 
 
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"use_tree_mask": True, "has_sliding_window": True}, "use_tree_mask and sliding_window"),
+        ({"use_tree_mask": True, "use_rswa": True}, "use_tree_mask and use_rswa exclude"),
+        ({"use_tree_mask": True, "use_alibi": True}, "use_tree_mask and alibi_slopes exclude"),
+        ({"use_tree_mask": True, "use_mm_prefix": True}, "use_tree_mask and use_mm_prefix exclude"),
+        ({"use_tree_mask": True, "attn_type": "encoder"}, "use_tree_mask and attn_type encoder"),
+        ({"use_mm_prefix": True, "attn_type": "encoder_only"}, "use_mm_prefix is for decoder"),
+        ({"use_rswa": True, "attn_type": "encoder_decoder"}, "use_rswa is for decoder layers"),
+    ],
+)
+def test_what_means_nothing_together_is_no_request(asked: dict[str, Any], named: str) -> None:
+    """So `attnkit explain` does not call a backend possible that no layer could be built on."""
+    with pytest.raises(ConfigurationError, match=named):
+        AttentionRequest(head_size=64, dtype=torch.float32, **asked)
+
+
 def test_values_as_wide_as_keys_are_no_question() -> None:
     class Strict(ReferenceBackend):
         @classmethod

@@ -178,22 +178,15 @@ class Attention(PagedLayer):
                 f"{kv_sharing_target_layer_name}; layers with a cache share that of another layer"
             )
         self.cache_name = kv_sharing_target_layer_name or self.layer_name
-        if use_mm_prefix and self.attn_type is not AttentionType.DECODER:
-            raise ConfigurationError(
-                f"use_mm_prefix is for decoder layers, and layer {self.layer_name} is {self.attn_type}, "
-                "which sees keys in both directions anyway; leave it out"
-            )
         self.use_mm_prefix = use_mm_prefix
         self.use_non_causal = use_non_causal
-        if use_rswa and (sliding_window is None or self.attn_type is not AttentionType.DECODER):
+        if use_rswa and sliding_window is None:
             raise ConfigurationError(
-                f"use_rswa is for decoder layers with a sliding_window, and layer {self.layer_name} is "
-                f"{self.attn_type} with a window of {sliding_window}; give a window, or leave it out"
+                f"use_rswa is about a window beside a prefix, and layer {self.layer_name} has no "
+                "sliding_window; give one, or leave it out"
             )
         self.use_rswa = use_rswa
         self.use_tree_mask = use_tree_mask
-        if use_tree_mask:
-            self._check_tree(variant, attention_chunk_size)
         self.attention_chunk_size = attention_chunk_size
         if attention_chunk_size is not None:
             self._check_chunks(attention_chunk_size)
@@ -265,22 +258,6 @@ class Attention(PagedLayer):
             logical_page(self.backend, self._spec(block_size)) if self._needs_cache else None
         )
 
-    def _check_tree(self, variant: AttentionVariant, chunk_size: int | None) -> None:
-        """A draft's place in the step is not its distance from what it follows, so masks and biases
-        that count distances do not go with trees."""
-        others = {
-            "sliding_window": self.sliding_window is not None,
-            "alibi_slopes": variant.alibi_slopes is not None,
-            "attention_chunk_size": chunk_size is not None,
-            "use_mm_prefix": self.use_mm_prefix,
-            f"attn_type {self.attn_type}": self.attn_type is not AttentionType.DECODER,
-        }
-        for name in (name for name, given in others.items() if given):
-            raise ConfigurationError(
-                f"use_tree_mask and {name} exclude each other, since tokens of a tree do not stand at "
-                f"their distances; give layer {self.layer_name} one"
-            )
-
     def _check_chunks(self, chunk_size: int) -> None:
         check_count("attention_chunk_size", chunk_size, optional=True)
         check_chunk_size(chunk_size, self.block_size)
@@ -292,6 +269,7 @@ class Attention(PagedLayer):
         others = {
             "sliding_window": self.sliding_window is not None,
             "use_mm_prefix": self.use_mm_prefix,
+            "use_tree_mask": self.use_tree_mask,
         }
         for name in (name for name, given in others.items() if given):
             raise ConfigurationError(

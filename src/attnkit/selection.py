@@ -61,7 +61,8 @@ class AttentionRequest:
         return_lse: the log-sum-exp is wanted too.
 
     Raises:
-        ConfigurationError: a value that no layer can have, whatever the backend.
+        ConfigurationError: a value that no layer can have, whatever the backend, or two that mean
+            nothing together.
     """
 
     head_size: int
@@ -102,6 +103,31 @@ class AttentionRequest:
             raise ConfigurationError(
                 f"attn_type {self.attn_type!r} is not known; use one of {', '.join(names)}"
             )
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """A draft's place in the step is not its distance from what it follows, so masks and biases that
+        count distances do not go with trees; ranges and prefixes are of a decoder's causal text."""
+        other_type = self.attn_type != AttentionType.DECODER
+        layers = f"attn_type {self.attn_type}"
+        beside_tree = {
+            "sliding_window": self.has_sliding_window,
+            "use_rswa": self.use_rswa,
+            "alibi_slopes": self.use_alibi,
+            "use_mm_prefix": self.use_mm_prefix,
+            layers: other_type,
+        }
+        if self.use_tree_mask and any(beside_tree.values()):
+            name = next(name for name, asked in beside_tree.items() if asked)
+            raise ConfigurationError(
+                f"use_tree_mask and {name} exclude each other, since tokens of a tree do not stand at "
+                "their distances; ask for one"
+            )
+        for name, asked in (("use_mm_prefix", self.use_mm_prefix), ("use_rswa", self.use_rswa)):
+            if asked and other_type:
+                raise ConfigurationError(
+                    f"{name} is for decoder layers, and this is {layers}; leave it out"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,9 @@ def explain(
             help="A layer over latents: kv_lora_rank,qk_nope_head_dim,qk_rope_head_dim,v_head_dim."
         ),
     ] = None,
+    sparse: Annotated[
+        bool, typer.Option("--sparse", help="It attends to keys that an indexer chooses (--mla).")
+    ] = False,
     window: Annotated[bool, typer.Option("--window", help="Sliding window.")] = False,
     rswa: Annotated[bool, typer.Option("--rswa", help="A window beside a visible prefix.")] = False,
     softcap: Annotated[bool, typer.Option("--softcap", help="Logits soft cap.")] = False,
@@ -81,6 +84,7 @@ def explain(
     here = device in (None, "cpu", "cuda")
     capability = _this_machine() if device is None else _capability(device)
     features: dict[str, Any] = {
+        "use_sparse": sparse,
         "has_sliding_window": window or rswa,
         "use_rswa": rswa,
         "has_logits_soft_cap": softcap,
