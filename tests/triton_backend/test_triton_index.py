@@ -18,6 +18,7 @@ from attnkit.contract import CommonAttentionMetadata
 from attnkit.errors import UnknownBackend, UnsupportedConfiguration
 from attnkit.indexer import LightningIndexer
 from attnkit.mla.index_kernels import index_scores, top_positions
+from attnkit.mla.plan import seen_by_queries
 from hard_numbers import hard_numbers
 
 HEADS, SIZE, K, PAGE = 3, 24, 40, 5
@@ -105,15 +106,13 @@ def test_parts_of_a_step_and_of_a_query() -> None:
     )
     indexer.kernels.write(k, cache, batch.slot_mapping)
     lists = torch.full((12, K), 7, dtype=torch.int32, device=DEVICE)
-    request = torch.repeat_interleave(batch.query_start_loc.diff()).to(DEVICE)
-    num_seen = torch.cat(
-        [n - q_len + 1 + torch.arange(q_len) for q_len, n in zip(*LENS, strict=True)]
-    ).to(DEVICE, torch.int32)
-    num_seen[-2] = -1  # As of drafts that are longer than their request.
+    seq_lens = batch.seq_lens.clone()
+    seq_lens[4] = 0  # As of drafts that are longer than their request.
+    request, num_seen = seen_by_queries(batch.query_start_loc, seq_lens, 12)
     calls = list(
         index_choose_calls(
-            q, w, IndexPages.of(cache, SIZE), request, num_seen, batch.block_table_tensor, lists,
-            max_seq_len=150, gpu=HOPPER, max_scores=5 * 150,
+            q, w, IndexPages.of(cache, SIZE), batch.query_start_loc, seq_lens,
+            batch.block_table_tensor, lists, max_seq_len=150, gpu=HOPPER, max_scores=5 * 150,
         )
     )  # fmt: skip
     assert len(calls) == 6
@@ -149,8 +148,9 @@ def test_ties_of_every_kind(k: int) -> None:
     pages = IndexPages(keys=torch.zeros(4500, 1, 16, device=DEVICE), scales=None)
     table = torch.zeros(14, 4500, dtype=torch.int32, device=DEVICE)
     q, w = torch.zeros(14, 1, 16, device=DEVICE), torch.zeros(14, 1, device=DEVICE)
+    starts = torch.arange(15, dtype=torch.int32, device=DEVICE)
     _, top = index_choose_calls(
-        q, w, pages, lengths.long(), lengths, table, lists, max_seq_len=4500, gpu=HOPPER
+        q, w, pages, starts, lengths, table, lists, max_seq_len=4500, gpu=HOPPER
     )
     top.arguments["scores_ptr"].copy_(scores)
     top.launch()

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from attnkit.backends.codes import bits_of, numbers
 from attnkit.backends.stored import Encoding
+from attnkit.backends.triton.mla_choose import seen_by_query
 from attnkit.backends.triton.tile import load_rows, offsets_of, pages_of
 from attnkit.backends.triton.write import encode_vectors, slots_of
 
@@ -62,8 +63,15 @@ def index_write_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_splits", "table_stride", "scores_stride"],
-    do_not_specialize_on_alignment=["request_ptr", "num_seen_ptr", "table_ptr"],
+    do_not_specialize=[
+        "num_reqs",
+        "first_query",
+        "max_seen",
+        "num_splits",
+        "table_stride",
+        "scores_stride",
+    ],
+    do_not_specialize_on_alignment=["query_start_loc_ptr", "seq_lens_ptr", "table_ptr"],
 )
 def index_score_kernel(
     q_ptr,
@@ -71,9 +79,12 @@ def index_score_kernel(
     codes_ptr,
     scales_ptr,
     scores_ptr,
-    request_ptr,
-    num_seen_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
     table_ptr,
+    num_reqs,
+    first_query,
+    max_seen,
     num_splits,
     q_stride_token,
     q_stride_head,
@@ -87,21 +98,25 @@ def index_score_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     CODES: tl.constexpr,
     UNIT: tl.constexpr,
 ):
     """Program s of `num_splits` scores every num_splits-th tile of the keys that a query sees: its heads
-    are the rows of a product. Strides of pages count UNIT elements."""
+    are the rows of a product. Scores lie from the `first_query` on, queries from their first. Strides of
+    pages count UNIT elements."""
     split = tl.program_id(0) % num_splits
     row = tl.program_id(0) // num_splits
-    num_seen = tl.load(num_seen_ptr + row)
+    query = first_query + row
+    request, num_seen = seen_by_query(query_start_loc_ptr, seq_lens_ptr, num_reqs, query, BLOCK_R)
+    num_seen = tl.minimum(num_seen, max_seen)
     if split * BLOCK_N >= num_seen:
         return
-    table = table_ptr + tl.load(request_ptr + row) * table_stride
+    table = table_ptr + request.to(tl.int64) * table_stride
     head = tl.arange(0, BLOCK_H)
     live = head < NUM_HEADS
-    token = row.to(tl.int64)
+    token = query.to(tl.int64)
     q_offsets = token * q_stride_token + head.to(tl.int64) * q_stride_head
     q = load_rows(q_ptr, q_offsets, live, HEAD_SIZE, BLOCK_D, True)
     weights = tl.load(weights_ptr + token * weights_stride + head, mask=live, other=0.0)
@@ -121,7 +136,7 @@ def index_score_kernel(
         score = tl.sum(s * weights[:, None], 0)
         if scales_ptr is not None:
             score = score * tl.load(scales_ptr + offsets, mask=seen, other=0.0)
-        tl.store(scores_ptr + token * scores_stride + keys, score, mask=seen)
+        tl.store(scores_ptr + row.to(tl.int64) * scores_stride + keys, score, mask=seen)
 
 
 @triton.jit
@@ -157,17 +172,22 @@ def next_digit(scores, num_seen, limit, room, SHIFT: tl.constexpr, BLOCK_N: tl.c
 
 
 @triton.jit(
-    do_not_specialize=["k", "scores_stride", "lists_stride"],
-    do_not_specialize_on_alignment=["num_seen_ptr"],
+    do_not_specialize=["num_reqs", "first_query", "max_seen", "k", "scores_stride", "lists_stride"],
+    do_not_specialize_on_alignment=["query_start_loc_ptr", "seq_lens_ptr"],
 )
 def index_top_kernel(
     scores_ptr,
-    num_seen_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
     lists_ptr,
+    num_reqs,
+    first_query,
+    max_seen,
     k,
     scores_stride,
     lists_stride,
     BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
     """One program lists the k best positions of a query, all where it sees no more; then -1.
 
@@ -175,10 +195,12 @@ def index_top_kernel(
     next digit. Positions of better ranks are listed, and of equal ones as many as there is room for,
     the lower first.
     """
-    row = tl.program_id(0).to(tl.int64)
-    scores = scores_ptr + row * scores_stride
-    lists = lists_ptr + row * lists_stride
-    num_seen = tl.maximum(tl.load(num_seen_ptr + row), 0)
+    row = tl.program_id(0)
+    query = first_query + row
+    scores = scores_ptr + row.to(tl.int64) * scores_stride
+    lists = lists_ptr + query.to(tl.int64) * lists_stride
+    _, num_seen = seen_by_query(query_start_loc_ptr, seq_lens_ptr, num_reqs, query, BLOCK_R)
+    num_seen = tl.minimum(tl.maximum(num_seen, 0), max_seen)
     num_listed = tl.minimum(num_seen, k)
     lanes = tl.arange(0, BLOCK_N)
     for start in tl.range(num_listed // BLOCK_N * BLOCK_N, k, BLOCK_N):

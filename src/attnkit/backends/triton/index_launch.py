@@ -94,8 +94,8 @@ def index_choose_calls(
     q: torch.Tensor,
     weights: torch.Tensor,
     pages: IndexPages,
-    request: torch.Tensor,
-    num_seen: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
     block_table: torch.Tensor,
     lists: torch.Tensor,
     *,
@@ -109,8 +109,8 @@ def index_choose_calls(
         q: (at least T, num_heads, head_size), last stride 1, of the pages' dtype or one that holds it.
         weights: (at least T, num_heads), last stride 1.
         pages: of the cache.
-        request: int64 (T,), the row of the table that a query reads.
-        num_seen: int32 (T,): keys that it sees.
+        query_start_loc: int32 (R + 1,).
+        seq_lens: int32 (R,).
         block_table: int32 (R, W).
         lists: int32 (T, k), out; last stride 1.
         max_seq_len: no query sees more keys, now or in any replay.
@@ -121,7 +121,6 @@ def index_choose_calls(
     num_heads, head_size = q.shape[1:]
     page_size = pages.keys.shape[1]
     width = max(1, min(max_seq_len, block_table.shape[1] * page_size))
-    num_seen = num_seen.clamp(max=width)
     step = max(1, min(num_tokens, max_scores // width))
     scores = q.new_empty(step, width, dtype=torch.float32)
     keys, codes = pages.keys, Codes.NUMBERS
@@ -130,8 +129,17 @@ def index_choose_calls(
         codes = Codes.NUMBERS if gpu.has_e4m3 else Codes.E4M3
     block_n, num_warps = index_tile(q.element_size())
     for first in range(0, num_tokens, step):
-        part = slice(first, min(first + step, num_tokens))
-        num_rows = part.stop - first
+        num_rows = min(step, num_tokens - first)
+        common = {
+            "scores_ptr": scores,
+            "query_start_loc_ptr": query_start_loc,
+            "seq_lens_ptr": seq_lens,
+            "num_reqs": seq_lens.shape[0],
+            "first_query": first,
+            "max_seen": width,
+            "scores_stride": scores.stride(0),
+            "BLOCK_R": 128,
+        }
         # Four programs fit a multiprocessor; a query alone is spread over all of them.
         fill = triton.cdiv(4 * gpu.num_sms, num_rows)
         splits = min(fill, triton.cdiv(width, block_n))
@@ -139,13 +147,11 @@ def index_choose_calls(
             kernel=index_score_kernel,
             grid=(num_rows * splits,),
             arguments={
-                "q_ptr": q[part],
-                "weights_ptr": weights[part],
+                **common,
+                "q_ptr": q,
+                "weights_ptr": weights,
                 "codes_ptr": keys,
                 "scales_ptr": pages.scales,
-                "scores_ptr": scores,
-                "request_ptr": request[part],
-                "num_seen_ptr": num_seen[part],
                 "table_ptr": block_table,
                 "num_splits": splits,
                 "q_stride_token": q.stride(0),
@@ -154,7 +160,6 @@ def index_choose_calls(
                 "stride_page": pages.places.stride(0),
                 "stride_row": pages.places.stride(1),
                 "table_stride": block_table.stride(0),
-                "scores_stride": scores.stride(0),
                 "NUM_HEADS": num_heads,
                 "HEAD_SIZE": head_size,
                 "BLOCK_H": padded(num_heads),
@@ -172,11 +177,9 @@ def index_choose_calls(
             kernel=index_top_kernel,
             grid=(num_rows,),
             arguments={
-                "scores_ptr": scores,
-                "num_seen_ptr": num_seen[part],
-                "lists_ptr": lists[part],
+                **common,
+                "lists_ptr": lists,
                 "k": k,
-                "scores_stride": scores.stride(0),
                 "lists_stride": lists.stride(0),
                 "BLOCK_N": 2048,
             },

@@ -11,7 +11,6 @@ import torch
 from attnkit.backends.triton.backend import TritonBackend
 from attnkit.backends.triton.mla_prefill import rows_of
 from attnkit.contract import CommonAttentionMetadata, DeviceCapability
-from attnkit.mla.plan import seen_by_queries
 
 _MAX_HEADS, _MAX_HEAD_SIZE = 128, 256
 
@@ -54,7 +53,6 @@ class TritonIndexKernels:
         from attnkit.backends.triton.index_launch import IndexPages, index_choose_calls
         from attnkit.backends.triton.launch import gpu_of
 
-        request, num_seen = seen_by_queries(batch.query_start_loc, batch.seq_lens, lists.shape[0])
         pages = IndexPages.of(cache, q.shape[2])
         if pages.scales is None:
             q = q.to(torch.promote_types(q.dtype, cache.dtype))
@@ -62,8 +60,8 @@ class TritonIndexKernels:
             rows_of(q),
             rows_of(weights),
             pages,
-            request,
-            num_seen,
+            batch.query_start_loc,
+            batch.seq_lens,
             batch.block_table_tensor,
             lists,
             max_seq_len=batch.max_seq_len,
