@@ -103,7 +103,12 @@ def test_float8_keys_and_their_bytes() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    for wrong in ({"kv_cache_dtype": "int8"}, {"topk_tokens": 0}, {"head_size": 6}):
+    for wrong in (
+        {"kv_cache_dtype": "int8"},
+        {"topk_tokens": 0},
+        {"topk_indices_buffer": torch.zeros(8192, 2)},
+        {"head_size": 6},
+    ):
         with pytest.raises(ConfigurationError):
             LightningIndexer(**{"num_heads": 1, "head_size": 8, "topk_tokens": 2, **wrong})
     indexer = LightningIndexer(HEADS, SIZE, K, max_num_batched_tokens=2)
