@@ -8,7 +8,6 @@ float64 answer.
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any, ClassVar
 
@@ -25,8 +24,8 @@ from attnkit.kvcache.read import read_tokens
 from attnkit.mla.builder import MLAMetadataBuilder
 from attnkit.mla.impl import LatentImpl
 from attnkit.mla.layer import format_refusal
-from attnkit.mla.plan import ContextChunk, MLAMetadata, PrefillPart
-from attnkit.mla.prefill_backend import MLAPrefillBackend
+from attnkit.mla.plan import MLAMetadata
+from attnkit.mla.prefill_backend import RequestwisePrefill
 from attnkit.mla.sparse import ALL_QUERIES, SparseLatentImpl
 
 
@@ -66,43 +65,25 @@ class ReferenceMLABackend(AttentionBackend):
         return 1000.0
 
 
-class ReferenceMLAPrefill(MLAPrefillBackend):
+class ReferenceMLAPrefill(RequestwisePrefill):
     """A row at a time."""
 
     @staticmethod
     def get_name() -> str:
         return "reference"
 
-    def run_prefill_new_tokens(
+    def attend_request(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        plan: PrefillPart,
+        causal: bool,
         output: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        starts = plan.query_start_loc.tolist()
-        for start, end in itertools.pairwise(starts):
-            for row in range(start, end):
-                seen = slice(start, row + 1)
-                output[row], lse[row] = _attend_row(query[row], key[seen], value[seen], self.scale)
-
-    def run_prefill_context_chunk(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        chunk: ContextChunk,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        starts = chunk.query_start_loc.tolist()
-        for request, kv_len in enumerate(chunk.kv_lens.tolist()):
-            table = chunk.block_table[request]
-            keys, values = (read_tokens(x, table, kv_len) for x in (key, value))
-            for row in range(starts[request], starts[request + 1]):
-                output[row], lse[row] = _attend_row(query[row], keys, values, self.scale)
+        for row in range(query.shape[0]):
+            seen = slice(0, row + 1 if causal else key.shape[0])
+            output[row], lse[row] = _attend_row(query[row], key[seen], value[seen], self.scale)
 
 
 class ReferenceMLAImpl(LatentImpl[MLAMetadata]):

@@ -6,19 +6,16 @@ keys, so they are padded with zeros and cut again.
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import torch
 from torch.nn.functional import pad
 
 from attnkit.contract import DeviceCapability
-from attnkit.kvcache.read import read_tokens
-from attnkit.mla.plan import ContextChunk, PrefillPart
-from attnkit.mla.prefill_backend import MLAPrefillBackend
+from attnkit.mla.prefill_backend import RequestwisePrefill
 
 
-class TorchMLAPrefill(MLAPrefillBackend):
+class TorchMLAPrefill(RequestwisePrefill):
     """Without a compiler or a library; on a CPU, whose operator returns the LSE."""
 
     @staticmethod
@@ -29,36 +26,7 @@ class TorchMLAPrefill(MLAPrefillBackend):
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
         return capability.platform == "cpu"
 
-    def run_prefill_new_tokens(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        plan: PrefillPart,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        for start, end in itertools.pairwise(plan.query_start_loc.tolist()):
-            rows = slice(start, end)
-            self._attend(query[rows], key[rows], value[rows], True, output[rows], lse[rows])
-
-    def run_prefill_context_chunk(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        chunk: ContextChunk,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        starts = chunk.query_start_loc.tolist()
-        for request, kv_len in enumerate(chunk.kv_lens.tolist()):
-            rows = slice(starts[request], starts[request + 1])
-            table = chunk.block_table[request]
-            keys, values = (read_tokens(x, table, kv_len) for x in (key, value))
-            self._attend(query[rows], keys, values, False, output[rows], lse[rows])
-
-    def _attend(
+    def attend_request(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -67,8 +35,6 @@ class TorchMLAPrefill(MLAPrefillBackend):
         output: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        if query.shape[0] == 0:
-            return
         if key.shape[0] == 0:
             output.zero_()
             lse.fill_(-math.inf)

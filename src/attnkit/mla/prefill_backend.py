@@ -7,11 +7,13 @@ run on one backend may prefill on another. `prefill_selection` makes the choice.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 
 import torch
 
 from attnkit.contract import DeviceCapability, MLADimensions
+from attnkit.kvcache.read import read_tokens
 from attnkit.mla.plan import ContextChunk, PrefillPart
 
 
@@ -110,3 +112,62 @@ class MLAPrefillBackend(ABC):
         """Attention to the first `chunk.kv_lens` tokens of each request's pages, no mask; key and
         value (num_pages, block_size, num_heads, size). What lies past a length may be NaN."""
         ...
+
+
+class RequestwisePrefill(MLAPrefillBackend):
+    """Attends for one request after the other; waits for lengths on the device."""
+
+    @abstractmethod
+    def attend_request(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Attend for one request of q_len >= 1 tokens.
+
+        Args:
+            query: (q_len, num_heads, qk_head_dim).
+            key: (kv_len, num_heads, qk_head_dim), in order.
+            value: (kv_len, num_heads, v_head_dim).
+            causal: kv_len is q_len, and token i sees the first i + 1 keys; False: each sees all.
+            output, lse: rows of the request.
+        """
+        ...
+
+    def run_prefill_new_tokens(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: PrefillPart,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        for start, end in itertools.pairwise(plan.query_start_loc.tolist()):
+            if start < end:
+                own = (x[start:end] for x in (query, key, value))
+                self.attend_request(*own, True, output[start:end], lse[start:end])
+
+    def run_prefill_context_chunk(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        chunk: ContextChunk,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        starts = itertools.pairwise(chunk.query_start_loc.tolist())
+        for request, ((start, end), kv_len) in enumerate(
+            zip(starts, chunk.kv_lens.tolist(), strict=True)
+        ):
+            if start < end:
+                table = chunk.block_table[request]
+                context = (read_tokens(x, table, kv_len) for x in (key, value))
+                self.attend_request(
+                    query[start:end], *context, False, output[start:end], lse[start:end]
+                )

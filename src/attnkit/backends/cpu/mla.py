@@ -157,13 +157,6 @@ class CpuMLAImpl(LatentImpl[CpuMLAMetadata]):
                 key, value = key.to(kv_cache.dtype), value.to(kv_cache.dtype)
             self._kernels.write_kv(dense_rows(key), dense_rows(value), pages, codes, slots)
             return
-        lowest, highest = (int(x) for x in slots.aminmax())
-        num_slots = kv_cache.shape[0] * kv_cache.shape[1]
-        if lowest < -1 or highest >= num_slots:
-            raise BatchError(
-                f"slot_mapping goes from {lowest} to {highest}; give slots from 0 to "
-                f"{num_slots - 1}, or -1 to skip a token"
-            )
         self.layer.cache_format.write(key, value, pages, slots, k_scale, k_scale)
 
     def forward_mqa(

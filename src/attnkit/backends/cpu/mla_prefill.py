@@ -5,7 +5,6 @@ In: as `MLAPrefillBackend`. Out: attention; and the small helpers that the decod
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +14,11 @@ from attnkit.backends.cpu.attend import Request, attend
 from attnkit.backends.cpu.launch import NativeBatch, NativeLayer
 from attnkit.backends.cpu.native import native_kernels
 from attnkit.contract import AttentionVariant, DeviceCapability, MLADimensions
-from attnkit.kvcache.read import read_tokens
 from attnkit.mla.plan import ContextChunk, PrefillPart
-from attnkit.mla.prefill_backend import MLAPrefillBackend
+from attnkit.mla.prefill_backend import RequestwisePrefill
 
 
-class CpuMLAPrefill(MLAPrefillBackend):
+class CpuMLAPrefill(RequestwisePrefill):
     """The native kernels, or torch where they could not be built."""
 
     def __init__(self, num_heads: int, scale: float, dimensions: MLADimensions) -> None:
@@ -54,19 +52,7 @@ class CpuMLAPrefill(MLAPrefillBackend):
             query = dense_rows(query)
             self._kernels.attend_tokens(batch, self._layer, query, key, value, output, lse)
             return
-        starts = plan.query_start_loc.tolist()
-        requests = [
-            request_of(
-                start,
-                end - start,
-                end - start,
-                _Tokens(key[start:end], value[start:end]),
-                causal=True,
-            )
-            for start, end in itertools.pairwise(starts)
-            if end > start
-        ]
-        attend(query, requests, self.num_heads, self._variant, output, lse)
+        super().run_prefill_new_tokens(query, key, value, plan, output, lse)
 
     def run_prefill_context_chunk(
         self,
@@ -90,16 +76,19 @@ class CpuMLAPrefill(MLAPrefillBackend):
                 lse,
             )
             return
-        starts = chunk.query_start_loc.tolist()
-        requests = []
-        for i, kv_len in enumerate(chunk.kv_lens.tolist()):
-            table = chunk.block_table[i]
-            read = _Tokens(*(read_tokens(x, table, kv_len) for x in (key, value)))
-            if starts[i + 1] > starts[i]:
-                requests.append(
-                    request_of(starts[i], starts[i + 1] - starts[i], kv_len, read, causal=False)
-                )
-        attend(query, requests, self.num_heads, self._variant, output, lse)
+        super().run_prefill_context_chunk(query, key, value, chunk, output, lse)
+
+    def attend_request(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        own = request_of(0, len(query), len(key), _Tokens(key, value), causal=causal)
+        attend(query, [own], self.num_heads, self._variant, output, lse)
 
 
 @dataclass(frozen=True, slots=True)
