@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -200,6 +200,18 @@ def test_sets_exceed_the_cache_or_the_mode_is_warm(monkeypatch) -> None:
     monkeypatch.setattr(session, "last_level_cache_bytes", lambda: 1 << 40)
     sets, mode = session._sets(DECODE, CPU)
     assert (len(sets), mode) == (session._MAX_SETS, "warm")
+
+
+def test_sets_leave_half_of_the_memory_free(monkeypatch) -> None:
+    coded = replace(DECODE, kv_cache_dtype="int8_per_token_head")
+    values = 2 * sum(coded.seq_lens) * coded.num_kv_heads * coded.head_size
+    monkeypatch.setattr(session, "last_level_cache_bytes", lambda: 1 << 40)
+    held = session._COPIES * values * coded.torch_dtype.itemsize
+    for available, expected in ((6 * held, 3), (held, 1), (1, 1)):
+        monkeypatch.setattr(session, "available_bytes", lambda given=available: given)
+        assert len(session._sets(coded, CPU)[0]) == expected
+    (inputs,), _ = session._sets(coded, CPU)
+    assert inputs.by_head()[0] is inputs.by_head()[0], "SDPA's contenders share one copy"
 
 
 def test_rivals_stand_on_the_pages_of_the_first_subject() -> None:

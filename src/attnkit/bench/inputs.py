@@ -63,6 +63,7 @@ class Inputs:
         )
         self._pages: dict[KVCacheLayout, torch.Tensor] = {}
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._by_head: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def spec(self) -> FullAttentionSpec:
@@ -130,6 +131,20 @@ class Inputs:
         dtype = self.workload.torch_dtype
         k, v = (torch.cat([pair[i].to(dtype) for pair in pairs]) for i in range(2))
         return k, v
+
+    def by_head(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`dense` where all requests have one length, as SDPA reads it: contiguous, each (num_reqs,
+        num_kv_heads, seq_len, head_size). One copy for all who ask."""
+        if self._by_head is None:
+            shape = (
+                self.workload.num_reqs,
+                -1,
+                self.workload.num_kv_heads,
+                self.workload.head_size,
+            )
+            k, v = (x.view(shape).transpose(1, 2).contiguous() for x in self.dense())
+            self._by_head = k, v
+        return self._by_head
 
     def _fill(self, pages: torch.Tensor) -> None:
         if pages.dtype in (torch.float32, torch.float16, torch.bfloat16):

@@ -68,6 +68,16 @@ def last_level_cache_bytes() -> int:
     return max(sizes, default=_ASSUMED_L3)
 
 
+def available_bytes() -> int | None:
+    """Memory that can be had without swapping; None where the system does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    match = re.search(r"^MemAvailable:\s*(\d+) kB$", text, re.MULTILINE)
+    return None if match is None else int(match[1]) << 10
+
+
 def source(commit: str | None = None) -> dict[str, Any]:
     """Version, commit and cleanness of the code that runs.
 

@@ -21,7 +21,7 @@ from attnkit.bench.contender import (
     foreign_failures,
 )
 from attnkit.bench.inputs import Inputs
-from attnkit.bench.machine import last_level_cache_bytes
+from attnkit.bench.machine import available_bytes, last_level_cache_bytes
 from attnkit.bench.record import Row, Status
 from attnkit.bench.roofline import Ceilings
 from attnkit.bench.timing import (
@@ -44,6 +44,10 @@ _CHECKED_SETS = 2
 _COLD = 4
 """Sets of tensors together exceed the last-level cache this many times, so a set that comes round
 again has left it; below half of that the mode is called warm."""
+_COPIES = 4
+"""Of K and V that a set and its contenders hold in the workload's dtype: pages, pages of a format or a
+library's own, rows without pages. How many sets make a cold cache is counted in the format's bytes, and
+29 of int8 held 14 GB."""
 
 Progress = Callable[[str], None]
 
@@ -171,7 +175,11 @@ def _sets(workload: Workload, device: torch.device) -> tuple[list[Inputs], str]:
         return [Inputs(workload, device)], "host" if workload.kind == "build" else "cold"
     cache = last_level_cache_bytes()
     wanted = -(-_COLD * cache // workload.num_bytes)
-    num_sets = min(max(wanted, 1), _MAX_SETS)
+    num_values = 2 * sum(workload.seq_lens) * workload.num_kv_heads * workload.head_size
+    held = _COPIES * num_values * workload.torch_dtype.itemsize
+    available = available_bytes()
+    most = _MAX_SETS if available is None else min(available // 2 // held, _MAX_SETS)
+    num_sets = max(min(wanted, most), 1)
     mode = "cold" if num_sets * workload.num_bytes >= _COLD * cache / 2 else "warm"
     return [Inputs(workload, device, seed) for seed in range(num_sets)], mode
 

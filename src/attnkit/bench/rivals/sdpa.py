@@ -56,10 +56,7 @@ class Sdpa:
         if not self.packed and (not short or group == 1):
             raise Refused("differs from sdpa only for short queries with grouped heads")
 
-        k, v = (
-            x.view(batch, seq_len, kv_heads, size).transpose(1, 2).contiguous()
-            for x in inputs.dense()
-        )
+        k, v = inputs.by_head()
         # (batch, kv_heads, group, query_len, head_size): head h reads KV head h // group.
         q = inputs.query.view(batch, query_len, kv_heads, group, size).permute(0, 2, 3, 1, 4)
         mask = None
