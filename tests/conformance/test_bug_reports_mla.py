@@ -15,6 +15,7 @@ from attnkit.backends import MLA_BACKENDS
 from attnkit.conformance.checks import bits, run_and_judge
 from attnkit.conformance.inputs import Tokens
 from attnkit.conformance.mla.case import MLACase
+from attnkit.conformance.mla.indexer import KitIndexer
 from attnkit.conformance.mla.subject import MLASubject
 from attnkit.conformance.subject import NotClaimed, Result
 from attnkit.errors import BackendUnavailable
@@ -36,7 +37,10 @@ def _subjects() -> list[MLASubject]:
     return found  # type: ignore[return-value]
 
 
-@pytest.fixture(params=_subjects(), ids=lambda subject: subject.name)
+SUBJECTS = _subjects()
+
+
+@pytest.fixture(params=SUBJECTS, ids=lambda subject: subject.name)
 def subject(request: pytest.FixtureRequest) -> MLASubject:
     return request.param
 
@@ -137,33 +141,71 @@ def test_br090_context_in_chunks(subject: MLASubject, workspace: int) -> None:
 def test_br092_tables_are_indexed_by_request(subject: MLASubject) -> None:
     """Two requests of three tokens; rows behind the batch's own hold ids of no page. With equal scores
     and the position in every channel of the latent, a row is the mean of the positions it sees."""
-    basis = subject.basis()
     case = subject.plain_case(
         "br092", query_lens=(3, 3), seq_lens=(20, 9), num_heads=2, num_drafts=2, padding_reqs=4
     )
-    d = case.dimensions
-    tokens = []
+    layer = subject.layer(case)
+    inputs = subject.inputs(layer, case, tokens=_positions(case))
+    table = inputs.batch.block_table_tensor
+    table[2:] = 1 << 30
+    inputs.batch.seq_lens[2:] = 1 << 20
+    _check_means(layer, case, subject.run(layer, inputs).out, [8.5, 9, 9.5, 3, 3.5, 4])
+
+
+def _positions(case: MLACase) -> list[Tokens]:
+    """Equal scores, and the position of a key in every channel of its latent."""
+    d, tokens = case.dimensions, []
     for q_len, kv_len in zip(case.query_lens, case.seq_lens, strict=True):
         latent = torch.arange(kv_len)[:, None, None].expand(-1, 1, d.kv_lora_rank)
         tokens.append(
             Tokens(
-                q=torch.zeros(q_len, 2, d.qk_head_dim, dtype=case.dtype),
+                q=torch.zeros(q_len, case.num_heads, d.qk_head_dim, dtype=case.dtype),
                 k=latent.to(case.dtype),
                 v=torch.zeros(kv_len, 1, d.qk_rope_head_dim, dtype=case.dtype),
             )
         )
-    layer = subject.layer(case)
-    inputs = subject.inputs(layer, case, tokens=tokens)
-    table = inputs.batch.block_table_tensor
-    table[2:] = 1 << 30
-    inputs.batch.seq_lens[2:] = 1 << 20
-    result = subject.run(layer, inputs)
-    weight = layer.projection.per_head[:, d.qk_nope_head_dim :].sum(-1).double()
-    means = torch.tensor([8.5, 9, 9.5, 3, 3.5, 4], dtype=torch.float64, device=weight.device)
-    want = means[:, None, None] * weight
+    return tokens
+
+
+def _check_means(layer: Any, case: MLACase, out: torch.Tensor, means: Sequence[float]) -> None:
+    """Each row is the value of the mean of the positions it sees."""
+    weight = layer.projection.per_head[:, case.dimensions.qk_nope_head_dim :].sum(-1).double()
+    want = torch.tensor(means, device=weight.device).double()[:, None, None] * weight
+    off = (out.double() - want).abs()
     eps = torch.finfo(case.dtype).eps
-    off = (result.out.double() - want).abs()
-    assert float((off / (want.abs() + 1)).max()) < 64 * eps, basis.dtypes[0]
+    assert float((off / (want.abs() + 1)).max()) < 64 * eps, case.dtype
+
+
+@pytest.mark.parametrize(
+    "subject", [s for s in SUBJECTS if s.backend.is_sparse()], ids=lambda s: s.name
+)
+def test_br096_no_key_is_read_before_the_cache(
+    subject: MLASubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of nothing, of the first key, and of some keys among -1, over a cache that begins a page
+    into memory of NaN and Inf."""
+    case = subject.plain_case(
+        "br096",
+        query_lens=(1, 2, 1),
+        seq_lens=(20, 9, 1),
+        num_heads=2,
+        return_lse=subject.basis().lse,
+    )
+    layer = subject.layer(case)
+    inputs = subject.inputs(layer, case, tokens=_positions(case))
+    lists = [[-1] * 6, [0, *[-1] * 5], [-1, 7, -1, 2, 3, -1], [-1, 0, -1, -1, -1, -1]]
+    buffer = torch.tensor(lists, dtype=torch.int32, device=subject.device)
+    monkeypatch.setattr(KitIndexer, "topk_indices_buffer", buffer)
+    pages = inputs.kv_cache
+    memory = pages.new_full((len(pages) + 1, *pages.shape[1:]), math.nan)
+    memory[0, ..., ::2] = math.inf
+    memory[1:] = pages
+    result = subject.run(layer, replace(inputs, kv_cache=memory[1:]))
+    assert bool((result.out[0] == 0).all())
+    _check_means(layer, case, result.out, [0, 0, 4, 0])
+    if result.lse is not None:
+        want = torch.tensor([0, 1, 3, 1]).log()[:, None].expand(-1, 2)
+        torch.testing.assert_close(result.lse.cpu(), want, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("q_len", [1, 2, 4])

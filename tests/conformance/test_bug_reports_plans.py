@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attnkit.backends import BACKENDS, MLA_BACKENDS
 from attnkit.batch import make_batch
 from attnkit.conformance.case import Case
 from attnkit.conformance.checks import bits, judge, run_and_judge
@@ -64,14 +65,22 @@ def test_br105_an_encoders_output_is_longer_than_the_decoders_context(subject: S
     run_and_judge(subject, layer, subject.inputs(layer, case))
 
 
-@pytest.mark.parametrize("name", ["hopper", "triton", "cpu", "flash_attn", "flashinfer", "flex"])
-def test_br088_context_parallelism_is_refused_rather_than_causal(name: str) -> None:
+@pytest.mark.parametrize("name", [*BACKENDS, *MLA_BACKENDS])
+def test_br084_br086_br088_context_parallelism_is_refused_rather_than_wrong(name: str) -> None:
+    """Each query's own share of a context, who owns a token of a page that kernels split, and masks
+    over shares: no backend spreads a request over ranks, and each says so."""
     backend = resolve(name)
-    for asked, named in (({"use_dcp": True}, "DCP"), ({"use_pcp": True}, "PCP")):
-        request = AttentionRequest(
-            head_size=64, dtype=torch.bfloat16, has_sliding_window=True, **asked
-        )
-        assert any(named in reason for reason in reasons_against(backend, request, here=False))
+    plain = AttentionRequest(
+        head_size=64,
+        dtype=torch.bfloat16,
+        use_mla=backend.is_mla(),
+        use_sparse=backend.is_sparse(),
+        has_sliding_window=not backend.is_mla(),
+    )
+    for asked, named in (("use_dcp", "(DCP)"), ("use_pcp", "(PCP)")):
+        assert not any(named in reason for reason in reasons_against(backend, plain, here=False))
+        reasons = reasons_against(backend, replace(plain, **{asked: True}), here=False)
+        assert any(named in reason for reason in reasons)
 
 
 WINDOW = Case(

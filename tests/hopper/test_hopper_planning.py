@@ -177,6 +177,23 @@ def test_pieces_of_decodes_are_each_tile_once_and_even(
     assert size == max(-(-total // num_programs), min_decode_tiles(config))
 
 
+@pytest.mark.parametrize("num_keys", [1024, 4096, 16_384, 65_536])
+def test_br126_one_long_request_fills_the_device(num_keys: int) -> None:
+    """BR-126: a split count with a low limit left most of a device idle. Every program has work, unless
+    pieces would be less than the least that pays for a program."""
+    config, num_programs = decode_config(128, 8, 16, ScoreConfig(), 64), 264
+    share = torch.full((16 + 16 * num_programs,), -1, dtype=torch.int32)
+    pieces = torch.full((num_programs + 8, 16), -1, dtype=torch.int32)
+    lengths = _lengths([1], [num_keys])
+    share_decodes_call(
+        share, pieces, lengths, 8, num_programs, MAX_DECODE_QUERY_LEN, config
+    ).launch()
+    size, total = share[:2].tolist()
+    busy = {program for program, _ in _walk(share, pieces, num_programs)}
+    assert len(busy) == -(-total // size)
+    assert size == min_decode_tiles(config) or len(busy) > 0.9 * num_programs
+
+
 @pytest.mark.parametrize("num_programs", [2, 6, 132])
 def test_head_tiles_over_latents_read_the_same_keys_at_the_same_time(num_programs: int) -> None:
     config = latent_config(128, 64, 64, lse=False)

@@ -177,6 +177,20 @@ def test_splits_fill_the_device_and_level_uneven_batches() -> None:
     assert configs.num_splits(8, 132, 2) == 2
 
 
+def test_br126_one_long_request_fills_the_device() -> None:
+    """BR-126: a split count with a low limit left most of a device idle. 8 KV heads, 132
+    multiprocessors: programs grow with the context until there are some three on each."""
+    config = configs.decode_config(128, 128, 2, 2, 4, configs.HOPPER)
+
+    def programs(num_keys: int) -> int:
+        most = min(config.max_segments, -(-num_keys // config.segment))
+        return 8 * configs.num_splits(8, 132, most)
+
+    assert [programs(n) for n in (256, 1024, 4096)] == [8, 32, 128]
+    assert programs(16_384) >= 3 * 132
+    assert programs(65_536) >= programs(16_384)
+
+
 def test_every_config_fits_its_device() -> None:
     """Tiles are powers of two of at least 16, segments whole tiles, and K/V buffers fit the smallest
     device that the backend says it runs on."""
