@@ -48,7 +48,7 @@ def check_number(name: str, value: Any, *, optional: bool = False) -> None:
     """
     if optional and value is None:
         return
-    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+    if not is_number(value):
         raise ConfigurationError(
             f"{name} {value!r} is not allowed; give a finite number{_or_none(optional)}"
         )
@@ -146,6 +146,16 @@ def check_attribute(name: str, value: Any, attribute: str, *, optional: bool = F
 def is_count(value: Any) -> bool:
     """A whole number by its type; True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """A finite number that a float can hold, Python's or numpy's; True and False are none."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # An integer beyond all floats.
+        return False
 
 
 def _shown(value: Any) -> str:

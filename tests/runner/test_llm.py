@@ -4,6 +4,7 @@ import os
 import random
 import signal
 
+import numpy as np
 import pytest
 import torch
 
@@ -269,6 +270,26 @@ def test_one_bad_prompt_stops_all_before_anything_runs(folder):
     assert llm.stats.num_steps == 0
     assert llm.stats.num_used_blocks == 0
     assert len(tokens(llm.generate(good, GREEDY))[0]) == 12
+
+
+def test_a_request_that_fails_while_it_is_taken_leaves_nothing_behind(folder, monkeypatch):
+    llm = make_llm(folder)
+    expected = tokens(llm.generate([1, 2, 3], GREEDY))
+    for part in ("SamplingState", "TextStream", "Entry"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"attnkit.runner.engine.{part}", None)
+            with pytest.raises(TypeError, match="NoneType"):
+                llm.generate([4, 5], GREEDY)
+        assert not llm.engine.scheduler.has_work
+    assert tokens(llm.generate([1, 2, 3], GREEDY)) == expected
+
+
+def test_numpys_numbers_do_as_settings(folder):
+    llm = make_llm(folder, **{n: np.int64(64) for n in ("max_model_len", "num_blocks", "seed")})
+    params = [SamplingParams(seed=kind(3), max_tokens=kind(9)) for kind in (int, np.int64)]
+    one, other = tokens(llm.generate([[1, 2]] * 2, params))
+    assert one == other
+    assert len(tokens(llm.generate([1, 2], SamplingParams(max_tokens=5)))[0]) == 5
 
 
 def test_an_error_in_the_model_gives_every_page_back(folder, monkeypatch):

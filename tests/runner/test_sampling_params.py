@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from attnkit.errors import RequestError
@@ -22,6 +23,7 @@ from attnkit.runner.sampling_params import SamplingParams
         ("temperature", -0.1, "0 for greedy"),
         ("temperature", math.inf, "0 for greedy"),
         ("temperature", "hot", "0 for greedy"),
+        ("temperature", 10**400, "0 for greedy"),
         ("top_p", 0.0, "more than 0 and at most 1"),
         ("top_p", 0, "more than 0 and at most 1"),
         ("top_p", 1.01, "more than 0 and at most 1"),
@@ -85,6 +87,21 @@ def test_stop_is_a_tuple_whatever_was_given():
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams().stop == ()
     assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
+
+
+def test_numbers_are_pythons_whatever_was_given():
+    """numpy's own overflow where Python's do not."""
+    given = {"max_tokens": 3, "top_k": 5, "seed": 7, "logprobs": 2}
+    params = SamplingParams(
+        **{name: np.int64(value) for name, value in given.items()},
+        temperature=np.float32(2),
+        repetition_penalty=2**70,
+        stop_token_ids=np.array([4, 5]),
+    )
+    assert {name: type(getattr(params, name)) for name in given} == dict.fromkeys(given, int)
+    assert (type(params.temperature), params.temperature) == (float, 2)
+    assert type(params.repetition_penalty) is float
+    assert params.stop_token_ids == (4, 5)
 
 
 def test_greedy_is_temperature_zero():

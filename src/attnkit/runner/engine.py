@@ -215,7 +215,6 @@ class Engine:
                     f"request {number}: stop strings {list(params.stop)} need a tokenizer, and the "
                     "model has none; use stop_token_ids"
                 )
-            self.scheduler.add(request)
             state = SamplingState(
                 params, prompt_token_ids, vocab_size, [self._seed, number], self.model.device
             )
@@ -224,7 +223,10 @@ class Engine:
                 if self._tokenizer is None
                 else TextStream(self._tokenizer, prompt_token_ids, stop=params.stop)
             )
-            entry = self._entries[request.request_id] = Entry(request, prompt, state, text)
+            entry = Entry(request, prompt, state, text)
+            # Last: what is scheduled must have an entry.
+            self.scheduler.add(request)
+            self._entries[request.request_id] = entry
             return entry
 
     def _check_encoder_tokens(self, request: Request) -> None:

@@ -541,7 +541,7 @@ def max_model_len_of(config: Any, given: int | None) -> int:
         raise ConfigurationError(
             f"max_model_len {given} is not allowed; give 1 to {own or 'the length it was trained for'}"
         )
-    return given
+    return int(given)  # Not numpy's, of which not all behaves alike.
 
 
 def _blocks_per_block(plan: KVCachePlan, layers: Mapping[str, PagedLayer]) -> int:

@@ -75,7 +75,8 @@ class SamplingState:
         self.generator: np.random.Generator | None = None
         if not self.greedy:
             given = default_seed if params.seed is None else [params.seed]
-            seed = [number % 2**64 for number in given]  # SeedSequence takes no negative numbers
+            # SeedSequence takes no negative numbers, and numpy's own do not hold 2**64.
+            seed = [int(number) % 2**64 for number in given]
             # Philox: streams of different seeds do not overlap, and PCG's do not promise that.
             self.generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
         self.seen: torch.Tensor | None = None

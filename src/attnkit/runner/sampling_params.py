@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnkit.arguments import check_flags, is_count
+from attnkit.arguments import check_flags, is_count, is_number
 from attnkit.errors import RequestError
 
 _ABOVE_ZERO = math.ulp(0.0)
@@ -51,7 +51,7 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        """Check everything; `stop` and `stop_token_ids` become tuples.
+        """Check everything; `stop` and `stop_token_ids` become tuples, numpy's numbers Python's.
 
         Raises:
             RequestError: a value is not allowed.
@@ -99,15 +99,16 @@ class SamplingParams:
         values = getattr(self, name)
         if values is not None and (isinstance(values, str) or not isinstance(values, Iterable)):
             raise RequestError(f"{name} {values!r} is not allowed; give a list of {what}")
-        return tuple(values or ())
+        return () if values is None else tuple(values)
 
     def _check_int(self, name: str, lowest: int, hint: str) -> None:
         value = getattr(self, name)
         if not is_count(value) or value < lowest:
             raise RequestError(f"{name} {value!r} is not allowed; {hint}")
+        object.__setattr__(self, name, int(value))
 
     def _check_number(self, name: str, lowest: float, highest: float, hint: str) -> None:
         value = getattr(self, name)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not lowest <= value <= highest:
+        if not is_number(value) or not lowest <= value <= highest:
             raise RequestError(f"{name} {value!r} is not allowed; {hint}")
+        object.__setattr__(self, name, float(value))
