@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from attnkit.errors import ConfigurationError, OutOfPages
 from attnkit.kvcache.blocks import NULL_BLOCK, BlockPool
 from attnkit.kvcache.prefix import PrefixTree
-from attnkit.kvcache.tables import BlockManager, RequestBlocks, Retention, TokenRange
+from attnkit.kvcache.retention import Retention
+from attnkit.kvcache.tables import BlockManager, RequestBlocks, TokenRange
 
 FULL = Retention(block_size=4)
 WINDOW = Retention(block_size=4, sliding_window=8)

@@ -22,7 +22,8 @@ from attnkit.errors import CacheError, ConfigurationError
 from attnkit.kvcache.blocks import BlockPool
 from attnkit.kvcache.groups import plan_kv_cache
 from attnkit.kvcache.pool import PagedKVCache
-from attnkit.kvcache.tables import BlockManager, Retention
+from attnkit.kvcache.retention import Retention
+from attnkit.kvcache.tables import BlockManager
 
 SHAPE = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
 FULL = FullAttentionSpec(block_size=16, **SHAPE)

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from attnkit.kvcache.blocks import NULL_BLOCK, BlockPool
-from attnkit.kvcache.tables import BlockManager, Retention, TokenRange
+from attnkit.kvcache.retention import Retention
+from attnkit.kvcache.tables import BlockManager, TokenRange
 from attnkit.runner.request import Request
 from attnkit.runner.sampling_params import SamplingParams
 from attnkit.runner.scheduled import SchedulerOutput

@@ -14,7 +14,8 @@ from paged_model import (
 )
 
 from attnkit.errors import ConfigurationError, OutOfPages, RequestError
-from attnkit.kvcache.tables import Retention, TokenRange
+from attnkit.kvcache.retention import Retention
+from attnkit.kvcache.tables import TokenRange
 from attnkit.runner.request import FinishReason, Request, RequestStatus
 from attnkit.runner.scheduled import SchedulerOutput
 from attnkit.runner.scheduler import Scheduler

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from paged_model import PagedModel, generate, make_request, make_scheduler
 
 from attnkit.kvcache.blocks import NULL_BLOCK
-from attnkit.kvcache.tables import Retention, TokenRange
+from attnkit.kvcache.retention import Retention
+from attnkit.kvcache.tables import TokenRange
 from attnkit.runner.request import FinishReason, Request
 from attnkit.runner.scheduled import SchedulerOutput
 from attnkit.runner.scheduler import Scheduler

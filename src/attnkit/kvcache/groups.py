@@ -22,7 +22,7 @@ from attnkit.contract import (
     SlidingWindowSpec,
 )
 from attnkit.errors import CacheError, ConfigurationError
-from attnkit.kvcache.tables import Retention
+from attnkit.kvcache.retention import Retention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
