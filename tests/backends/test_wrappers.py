@@ -16,8 +16,8 @@ from attnkit.backends.wrappers.hybrid import HybridBuilder, HybridMetadata
 from attnkit.conformance import verify
 from attnkit.conformance.case import Case
 from attnkit.conformance.checks import check_case, judge, run_and_judge
-from attnkit.conformance.inputs import WholeSequence
 from attnkit.conformance.oracle import Meaning
+from attnkit.conformance.sequences import WholeSequence
 from attnkit.conformance.subject import LawBroken, Result, Subject
 from attnkit.conformance.twin import TwinBackend
 from attnkit.contract import (

@@ -10,7 +10,8 @@ import torch
 
 from attnkit.conformance.case import Case
 from attnkit.conformance.checks import run_and_judge
-from attnkit.conformance.inputs import Inputs, Tokens
+from attnkit.conformance.inputs import Inputs
+from attnkit.conformance.sequences import Tokens
 from attnkit.conformance.subject import NotClaimed, Result, Subject
 from attnkit.layer import Attention
 

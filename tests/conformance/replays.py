@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from attnkit.conformance.case import Case
-from attnkit.conformance.inputs import Inputs, Tokens
+from attnkit.conformance.inputs import Inputs
+from attnkit.conformance.sequences import Tokens
 from attnkit.conformance.subject import Result
 from attnkit.layer import Attention
 

@@ -20,7 +20,7 @@ from replays import InputsOf, LayerOf, Replay, mean, probe, rand, seen_keys
 from attnkit.batch import make_batch
 from attnkit.conformance.case import Case
 from attnkit.conformance.checks import bits, judge, run_and_judge
-from attnkit.conformance.inputs import Tokens, WholeSequence, meaning_of
+from attnkit.conformance.sequences import Tokens, WholeSequence, meaning_of
 from attnkit.conformance.subject import Subject
 from attnkit.errors import BatchError, UnsupportedConfiguration
 from attnkit.selection import AttentionRequest, reasons_against, select

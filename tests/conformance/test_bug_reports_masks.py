@@ -16,7 +16,7 @@ from replays import InputsOf, Replay, probe, seen_keys
 from attnkit.batch import make_batch
 from attnkit.conformance.case import Case
 from attnkit.conformance.checks import bits, judge
-from attnkit.conformance.inputs import WholeSequence
+from attnkit.conformance.sequences import WholeSequence
 from attnkit.conformance.subject import Subject
 from attnkit.errors import BatchError
 

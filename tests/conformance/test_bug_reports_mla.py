@@ -13,10 +13,10 @@ import torch
 
 from attnkit.backends import MLA_BACKENDS
 from attnkit.conformance.checks import bits, run_and_judge
-from attnkit.conformance.inputs import Tokens
 from attnkit.conformance.mla.case import MLACase
 from attnkit.conformance.mla.indexer import KitIndexer
 from attnkit.conformance.mla.subject import MLASubject
+from attnkit.conformance.sequences import Tokens
 from attnkit.conformance.subject import NotClaimed, Result
 from attnkit.errors import BackendUnavailable
 from attnkit.mla.prefill import merge_into

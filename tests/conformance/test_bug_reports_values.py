@@ -17,8 +17,9 @@ from replays import InputsOf, LayerOf, Replay, close, mean, probe, rand, seen_ke
 
 from attnkit.conformance.case import Case
 from attnkit.conformance.checks import judge, run_and_judge
-from attnkit.conformance.inputs import Inputs, Tokens, WholeSequence, meaning_of
+from attnkit.conformance.inputs import Inputs
 from attnkit.conformance.oracle import merge
+from attnkit.conformance.sequences import Tokens, WholeSequence, meaning_of
 from attnkit.conformance.subject import Subject
 from attnkit.contract import FullAttentionSpec
 from attnkit.layer import Attention

@@ -2,7 +2,7 @@
 
     case      one layer and one batch, as data
     cases     the table of them
-    inputs    tensors for a case: scattered pages, poison where nobody may read
+    inputs    tensors for a case: `sequences` of tokens, scattered `pages`, and the `step`
     oracle    the right answer in float64, without pages
     budget    how far from it a right backend may be
     subject   the backend under judgement, reached as users reach it

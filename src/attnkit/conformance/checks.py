@@ -13,8 +13,10 @@ import numpy as np
 import torch
 
 from attnkit.conformance.case import Case
-from attnkit.conformance.inputs import Inputs, WholeSequence, contents
+from attnkit.conformance.inputs import Inputs
 from attnkit.conformance.oracle import Array
+from attnkit.conformance.pages import contents
+from attnkit.conformance.sequences import WholeSequence
 from attnkit.conformance.subject import LawBroken, Result, Subject
 from attnkit.contract import AttentionType, CommonAttentionMetadata
 from attnkit.paged_layer import PagedLayer

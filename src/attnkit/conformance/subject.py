@@ -16,15 +16,9 @@ import torch
 
 from attnkit.conformance.case import DTYPES, Basis, Case
 from attnkit.conformance.cases import plain_case
-from attnkit.conformance.inputs import (
-    Inputs,
-    Tokens,
-    alibi_slopes,
-    cache_scales,
-    context_of,
-    make_inputs,
-    sink_logits,
-)
+from attnkit.conformance.inputs import Inputs, context_of, make_inputs
+from attnkit.conformance.pages import cache_scales
+from attnkit.conformance.sequences import Tokens, alibi_slopes, sink_logits
 from attnkit.contract import (
     AttentionBackend,
     AttentionSpec,

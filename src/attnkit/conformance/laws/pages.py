@@ -19,10 +19,10 @@ from attnkit.conformance.checks import (
     judge,
     run_and_judge,
 )
-from attnkit.conformance.inputs import UNWRITTEN
 from attnkit.conformance.laws.law import base_case, claimed, expect_logical, expect_same
 from attnkit.conformance.oracle import merge
 from attnkit.conformance.parts import key_pages, smaller_pages
+from attnkit.conformance.step import UNWRITTEN
 from attnkit.conformance.subject import LawBroken, NotClaimed, Result, Subject
 
 

@@ -13,11 +13,12 @@ import torch
 from attnkit.batch import make_batch
 from attnkit.compiled import forward_context
 from attnkit.conformance.checks import CacheWatch, bits, judge, run_and_judge
-from attnkit.conformance.inputs import Inputs, WholeSequence
+from attnkit.conformance.inputs import Inputs
 from attnkit.conformance.laws import Law, batches, calls, captured, pages
 from attnkit.conformance.laws.law import claimed
 from attnkit.conformance.mla.case import MLACase
 from attnkit.conformance.mla.subject import MLASubject
+from attnkit.conformance.sequences import WholeSequence
 from attnkit.conformance.subject import LawBroken, NotClaimed, Result, Subject
 from attnkit.kvcache.pool import PagedKVCache
 

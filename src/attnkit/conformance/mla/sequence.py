@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from attnkit.conformance.budget import Budget, budget_from, plain
-from attnkit.conformance.inputs import WholeSequence, float64
 from attnkit.conformance.oracle import Answer, Array, attend, visible
+from attnkit.conformance.sequences import WholeSequence, float64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 from torch import nn
 
 from attnkit.conformance.case import DTYPES, Case
-from attnkit.conformance.inputs import Inputs, Tokens
+from attnkit.conformance.inputs import Inputs
 from attnkit.conformance.mla.case import MLABasis, MLACase
 from attnkit.conformance.mla.cases import SIZES, plain_mla_case
 from attnkit.conformance.mla.indexer import KitIndexer, watch_plans
 from attnkit.conformance.mla.sequence import LatentSequence
+from attnkit.conformance.sequences import Tokens
 from attnkit.conformance.subject import NotClaimed, Subject
 from attnkit.contract import (
     DeviceCapability,
