@@ -23,6 +23,8 @@ CASES = {
     "in_one_piece": {"query_lens": (150, 9), "seq_lens": (150, 9)},
     "in_pieces": {**LONG, "workspace_pages": 3},
     "no_key_at_all": {"query_lens": (9, 12, 20), "seq_lens": (9, 0, 70), "workspace_pages": 2},
+    "no_query": {"query_lens": (0, 9, 0), "seq_lens": (40, 30, 64), "workspace_pages": 1},
+    "before_the_first_key": {"query_lens": (12, 5), "seq_lens": (0, 0)},
     "negative_scale": {**LONG, "scale": -0.07},
 }
 

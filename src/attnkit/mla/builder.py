@@ -114,9 +114,9 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             rows = [np.arange(e - n, e) for e, n in zip(starts[1:], own_lens, strict=True)]
             part_rows = upload.add(np.concatenate(rows), np.int64)
         block_size = self.kv_cache_spec.block_size
-        chunks = plan_chunks(
-            seq_lens - query_lens, block_size, max(1, self.workspace_tokens // block_size)
-        )
+        # Nobody asks about the context of a request without queries.
+        context_lens = np.where(query_lens > 0, seq_lens - query_lens, 0)
+        chunks = plan_chunks(context_lens, block_size, max(1, self.workspace_tokens // block_size))
         sketches = [_sketch(spans, starts) for spans in chunks]
         parts = [[upload.add(x, np.int32) for x in sketch] for sketch in sketches]
         _, moved = upload.send()

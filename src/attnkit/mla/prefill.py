@@ -58,7 +58,7 @@ def attend_prefill(
     lse = query.new_full(heads, -math.inf, dtype=torch.float32)
     if plan.own_rows is None:
         backend.run_prefill_new_tokens(query, key, value, plan, total, lse)
-    else:
+    elif len(plan.own_rows):
         part, part_lse = total[plan.own_rows], lse[plan.own_rows]
         backend.run_prefill_new_tokens(own[0], key, value, plan, part, part_lse)
         total[plan.own_rows], lse[plan.own_rows] = part, part_lse

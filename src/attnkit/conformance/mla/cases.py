@@ -166,6 +166,7 @@ def _lengths(basis: MLABasis) -> Iterator[MLACase]:
         "only_empty_requests": ((0, 0), (0, 0)),
         "empty_first": ((0, 1, 6), (0, 9, 6)),
         "empty_last": ((1, 6, 0), (9, 6, 0)),
+        "empty_with_context": ((0, 1, 9, 0, 5), (40, 9, 9, 4 * page, 5 + page)),
         "decode_behind_prompts": ((12, 1, 20, 1), (12, 17, 50, 33)),
         "contexts_of_whole_pages": ((3, 4, 5), (3 + page, 4 + 2 * page, 5 + 3 * page)),
         "contexts_here_and_there": ((9, 3, 7, 2), (9, 43, 7, 22)),
