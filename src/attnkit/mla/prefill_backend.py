@@ -20,9 +20,9 @@ from attnkit.mla.plan import ContextChunk, PrefillPart
 class MLAPrefillBackend(ABC):
     """Attention of one layer's prefills.
 
-    Both methods are given at least one query, though some requests may have none, and write all rows of
-    `output` (num_tokens, num_heads, v_head_dim), in its dtype, zero where a row sees no key, and of `lse`,
-    float32 (num_tokens, num_heads), natural, -inf there.
+    Both methods are given at least one query, though some requests may have none. They write all rows of
+    `output` (num_tokens, num_heads, v_head_dim), in its dtype, zero where a row sees no key, and of
+    `lse`, float32 (num_tokens, num_heads), natural, -inf there.
     """
 
     def __init__(self, num_heads: int, scale: float, dimensions: MLADimensions) -> None:
