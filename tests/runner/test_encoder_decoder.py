@@ -13,6 +13,7 @@ from attnkit.errors import ConfigurationError, ModelError, RequestError
 from attnkit.runner.model import PackedModel
 
 transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 tiny_models = pytest.importorskip("tiny_models")
 
 SIZES = {
@@ -114,6 +115,22 @@ def test_the_answer_may_have_a_beginning_and_requests_may_lose_their_pages(tmp_p
     assert generate(llm, prompts, 12) == [expected(model, text, 12, start) for text in TEXTS]
     assert llm.stats.num_preemptions > 0
     assert llm.stats.num_used_blocks == 0
+
+
+def test_a_text_begins_the_answer_behind_the_start_token(tmp_path):
+    """Without what the tokenizer puts around a text."""
+    save(tmp_path)
+    tokenizer = tiny_models.make_tokenizer()
+    tokenizer._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|begin|> $A <|end|>", special_tokens=[("<|begin|>", 256), ("<|end|>", 257)]
+    )
+    tokenizer.save_pretrained(tmp_path)
+    llm = LLM(tmp_path, num_blocks=20)
+    (output,) = llm.generate(
+        {"encoder_prompt": "ab", "decoder_prompt": "cd<|user|>"}, SamplingParams(max_tokens=1)
+    )
+    assert output.prompt == "ab"
+    assert output.prompt_token_ids == [257, *tokenizer.encode("cd", add_special_tokens=False), 258]
 
 
 def test_greedy_tokens_on_triton_are_those_of_transformers(tmp_path):

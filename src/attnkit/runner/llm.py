@@ -195,7 +195,7 @@ class LLM:
             graphs_required=bool(cuda_graphs),
         )
         self._prompts = PromptReader(
-            lambda text: self.tokenizer.encode(text),
+            lambda text, special: self.tokenizer.encode(text, add_special_tokens=special),
             self._decoder_start,
             hears=reads_sound(loaded.config),
         )
@@ -246,9 +246,10 @@ class LLM:
                 also what its processor makes of a text with images: a mapping of input_ids,
                 token_type_ids and pixel_values. Of an encoder-decoder they are the encoder's, and the
                 answer begins at the model's own start token;
-                {"encoder_prompt": ..., "decoder_prompt": ...} gives the beginning of the answer too.
-                Of Whisper they are what its processor makes of a recording, {"input_features": ...},
-                beside which decoder_prompt may name language and task.
+                {"encoder_prompt": ..., "decoder_prompt": ...} gives the beginning of the answer too: a
+                text behind that start token, or all token ids. Of Whisper they are what its processor
+                makes of a recording, {"input_features": ...}, beside which decoder_prompt may name
+                language and task, "<|en|><|transcribe|><|notimestamps|>".
             sampling_params: one for all, or one each; None: `SamplingParams()`.
             progress: called after each step with the prompts finished, their number, and the
                 tokens generated so far.

@@ -44,14 +44,14 @@ class PromptReader:
 
     def __init__(
         self,
-        encode: Callable[[str], list[int]],
+        encode: Callable[[str, bool], list[int]],
         decoder_start: Sequence[int] | None,
         *,
         hears: bool = False,
     ) -> None:
         """
         Args:
-            encode: text to token ids.
+            encode: text to token ids, with those that the tokenizer puts around a text or without.
             decoder_start: how the answers of an encoder-decoder begin; None: the model is a decoder.
             hears: its encoder reads sound.
         """
@@ -96,16 +96,16 @@ class PromptReader:
         )
 
     def _read_start(self, where: str, prompt: Mapping[str, Any]) -> list[int]:
-        """How the answer begins: as given, or as the model says."""
+        """How the answer begins: as the model says, and with a text behind that; or as token ids say."""
         given = prompt.get("decoder_prompt")
-        if given is None:
-            assert self._decoder_start is not None
-            return list(self._decoder_start)
+        assert self._decoder_start is not None
+        if given is None or isinstance(given, str):
+            return [*self._decoder_start, *(self._encode(given, False) if given else ())]
         return self._read_one(where, given)[1]
 
     def _read_one(self, where: str, prompt: Any) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
-            return prompt, self._encode(prompt)
+            return prompt, self._encode(prompt, True)
         if not isinstance(prompt, Sequence):
             raise RequestError(
                 f"{where} is {type(prompt).__name__}; give a text or a list of token ids"
