@@ -11,7 +11,8 @@ from attnkit import LLM, SamplingParams, make_batch
 from attnkit.backends.reference import ReferenceBackend
 from attnkit.contract import KVCacheLayout, MultipleOf
 from attnkit.errors import ConfigurationError, UnsupportedConfiguration
-from attnkit.runner.model import PackedModel, StepPlanner
+from attnkit.runner.model import PackedModel
+from attnkit.runner.planner import StepPlanner
 
 pytest.importorskip("transformers")
 tiny_models = pytest.importorskip("tiny_models")

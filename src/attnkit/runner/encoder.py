@@ -17,7 +17,8 @@ from attnkit.compiled import forward_context
 from attnkit.contract import AttentionBackend, AttentionType, ModelConfig, VllmConfig
 from attnkit.errors import ModelError
 from attnkit.runner import hook
-from attnkit.runner.model import builders_of, max_model_len_of
+from attnkit.runner.model import max_model_len_of
+from attnkit.runner.planner import builders_of
 from attnkit.runner.takeover import explain_layers, left_alone_on_error, probe, set_attention
 from attnkit.selection import select
 

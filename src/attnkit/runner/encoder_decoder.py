@@ -24,7 +24,8 @@ from attnkit.contract import (
 from attnkit.kvcache.pool import PagedKVCache
 from attnkit.runner import hook, two_sides
 from attnkit.runner.discovery import LayerFacts
-from attnkit.runner.model import PackedModel, builders_of
+from attnkit.runner.model import PackedModel
+from attnkit.runner.planner import builders_of
 from attnkit.runner.sound import encode, num_encoder_tokens, reads_sound
 from attnkit.runner.step import StepInputs
 from attnkit.runner.takeover import probe

@@ -25,8 +25,9 @@ from attnkit.runner.encoder_decoder import PackedEncoderDecoder
 from attnkit.runner.entry import Entry
 from attnkit.runner.graphs import DecodeGraphs, Recorder
 from attnkit.runner.images import embed_images, ranges_of_prompt
-from attnkit.runner.model import PackedModel, StepPlanner
+from attnkit.runner.model import PackedModel
 from attnkit.runner.output import StreamOutput
+from attnkit.runner.planner import StepPlanner
 from attnkit.runner.request import FinishReason, Request
 from attnkit.runner.sampler import Draw, Sampled, SamplingState, draw
 from attnkit.runner.sampling_params import SamplingParams

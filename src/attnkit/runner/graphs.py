@@ -20,7 +20,8 @@ import torch
 
 from attnkit.errors import ConfigurationError, ModelError
 from attnkit.kvcache.pool import PagedKVCache
-from attnkit.runner.model import PackedModel, StepPlanner
+from attnkit.runner.model import PackedModel
+from attnkit.runner.planner import StepPlanner
 from attnkit.runner.scheduled import SchedulerOutput
 from attnkit.runner.step import StaticInputs, build_capture_step
 

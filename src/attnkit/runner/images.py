@@ -8,9 +8,7 @@ prompt's `TokenRange`s, whose keys say which image they hold.
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,29 +16,10 @@ import torch
 
 from attnkit.errors import RequestError
 from attnkit.kvcache.tables import TokenRange
+from attnkit.runner.image_tokens import ImageTokens
 
 if TYPE_CHECKING:
     from attnkit.runner.model import PackedModel
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ImageTokens:
-    """What the model puts in the place of some tokens' embeddings.
-
-    Attributes:
-        positions: of these tokens in their prompt, in order.
-        vectors: (len(positions), hidden_size), on the model's device.
-    """
-
-    positions: tuple[int, ...]
-    vectors: torch.Tensor
-
-    def between(self, start: int, end: int) -> ImageTokens | None:
-        """Those at positions from `start` to `end`, the latter outside; None: there are none."""
-        some = slice(bisect_left(self.positions, start), bisect_left(self.positions, end))
-        if some.start == some.stop:
-            return None
-        return ImageTokens(self.positions[some], self.vectors[some])
 
 
 def embed_images(packed: PackedModel, token_ids: Sequence[int], pixel_values: Any) -> ImageTokens:

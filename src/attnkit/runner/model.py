@@ -22,21 +22,17 @@ from attnkit.compiled import forward_context
 from attnkit.contract import (
     AttentionBackend,
     AttentionCGSupport,
-    AttentionMetadataBuilder,
     AttentionSpec,
     AttentionType,
     CacheConfig,
-    CommonAttentionMetadata,
     CompilationConfig,
-    KVCacheLayout,
     ModelConfig,
-    MultipleOf,
     SchedulerConfig,
     VllmConfig,
 )
 from attnkit.errors import ConfigurationError, ModelError
 from attnkit.indexer import LightningIndexer
-from attnkit.kvcache.groups import KVCachePlan, plan_kv_cache
+from attnkit.kvcache.groups import plan_kv_cache
 from attnkit.kvcache.pool import PagedKVCache
 from attnkit.paged_layer import PagedLayer
 from attnkit.runner import hook, two_sides
@@ -44,6 +40,7 @@ from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.discovery import LayerFacts
 from attnkit.runner.indexers import IndexerFacts, make_indexer
 from attnkit.runner.loading import load_model
+from attnkit.runner.shared_pages import blocks_per_block, common_layout
 from attnkit.runner.step import ImageRows, StepInputs
 from attnkit.runner.takeover import (
     attention_names,
@@ -208,7 +205,7 @@ class PackedModel:
             for name, indexer in _indexers(layers).items()
         }
         self.kv_plan = plan_kv_cache(specs, beside)
-        self.blocks_per_block = _blocks_per_block(self.kv_plan, layers)
+        self.blocks_per_block = blocks_per_block(self.kv_plan, layers)
         config = replace(config, cache_config=CacheConfig(block_size=wanted))
         sizes = {n: s.block_size // self.blocks_per_block for n, s in self.kv_plan.specs.items()}
         self.layers = {f.name: self._layer(f, backend, sizes[f.name], config) for f in facts}
@@ -421,48 +418,6 @@ class PackedModel:
         )
 
 
-class StepPlanner:
-    """Plans a step once per group of equal layers."""
-
-    def __init__(self, packed: PackedModel) -> None:
-        group_of = {n: i for i, g in enumerate(packed.kv_plan.groups) for n in g.layer_names}
-        members: dict[tuple[Any, ...], list[str]] = {}
-        for name, layer in packed.layers.items():
-            members.setdefault((group_of[name], *plan_key(layer)), []).append(name)
-        self._builders = [
-            (key[0], names, packed.layers[names[0]].make_builder(names))
-            for key, names in members.items()
-        ]
-        groups = enumerate(packed.kv_plan.groups)
-        self._companions = [(i, name) for i, g in groups for name, _ in g.companions]
-
-    @property
-    def reorder_batch_threshold(self) -> int | None:
-        """Requests with at most this many new tokens should come first; None: nobody cares."""
-        wishes = [builder.reorder_batch_threshold for _, _, builder in self._builders]
-        return min((w for w in wishes if w is not None), default=None)
-
-    def plan(
-        self, batches: Sequence[CommonAttentionMetadata], *, for_capture: bool = False
-    ) -> dict[str, Any]:
-        """Layer name -> plan; what is kept beside a layer has the batch.
-
-        Args:
-            batches: one per group of `PackedModel.kv_plan`.
-            for_capture: a graph is captured with these plans.
-        """
-        plans: dict[str, Any] = {name: batches[group] for group, name in self._companions}
-        for group, names, builder in self._builders:
-            batch = batches[group]
-            made = (
-                builder.build_for_cudagraph_capture(batch)
-                if for_capture
-                else builder.build(0, batch)
-            )
-            plans.update(dict.fromkeys(names, made))
-        return plans
-
-
 def load_layer_facts(model: str | None, dtype: torch.dtype) -> tuple[LayerFacts, ...]:
     """The attention layers of a model, without building any: for `attnkit explain`.
 
@@ -542,67 +497,3 @@ def max_model_len_of(config: Any, given: int | None) -> int:
             f"max_model_len {given} is not allowed; give 1 to {own or 'the length it was trained for'}"
         )
     return int(given)  # Not numpy's, of which not all behaves alike.
-
-
-def _blocks_per_block(plan: KVCachePlan, layers: Mapping[str, PagedLayer]) -> int:
-    """Into how few kernel blocks a page must be split for every layer's kernels to read them."""
-    pairs = {(plan.specs[name].block_size, layer.backend) for name, layer in layers.items()}
-    for ratio in range(1, min(size for size, _ in pairs) + 1):
-        if all(size % ratio == 0 and _reads(b, size // ratio) for size, b in pairs):
-            return ratio
-    named = ", ".join(
-        f"pages of {size} tokens for {b.get_name()}, whose kernels read "
-        f"{' or '.join(map(str, b.get_supported_kernel_block_sizes()))}"
-        for size, b in sorted(pairs, key=lambda pair: (pair[0], pair[1].get_name()))
-    )
-    raise ConfigurationError(f"no kernel block size fits: {named}; choose another block_size")
-
-
-def common_layout(backends: set[type[AttentionBackend]]) -> KVCacheLayout:
-    """A layout that all of them read and that keeps layers apart.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
-    asked = {b.get_name(): b.supported_kv_cache_layouts() for b in backends}
-    limited = {name: layouts for name, layouts in asked.items() if layouts is not None}
-    order = next(iter(limited.values()), (KVCacheLayout.LBHNC,))
-    for layout in order:
-        if layout.is_layer_compact and all(layout in layouts for layouts in limited.values()):
-            return layout
-    named = "; ".join(f"{n}: {', '.join(x.name for x in ls)}" for n, ls in limited.items())
-    raise ConfigurationError(
-        f"the chosen backends have no KV cache layout in common that keeps layers apart ({named}); "
-        "choose one backend for all layers"
-    )
-
-
-def _reads(backend: type[AttentionBackend], size: int) -> bool:
-    sizes = backend.get_supported_kernel_block_sizes()
-    return not sizes or any(
-        size % s.base == 0 if isinstance(s, MultipleOf) else size == s for s in sizes
-    )
-
-
-def plan_key(layer: PagedLayer) -> tuple[Any, ...]:
-    """Layers with equal keys can share a plan: a plan may depend on all static facts but a sink's
-    values, which no builder sees."""
-    return (
-        layer.backend,
-        layer.num_heads,
-        layer.num_kv_heads,
-        layer.head_size,
-        layer.head_size_v,
-        layer.sliding_window,
-        layer.attention_chunk_size,
-    )
-
-
-def builders_of(
-    layers: Mapping[str, PagedLayer],
-) -> list[tuple[list[str], AttentionMetadataBuilder[Any]]]:
-    """Layers that keep nothing, by name: those that can share a plan, and who makes it."""
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for name, layer in layers.items():
-        groups.setdefault(plan_key(layer), []).append(name)
-    return [(names, layers[names[0]].make_builder(names)) for names in groups.values()]

@@ -12,7 +12,7 @@ from enum import Enum
 
 from attnkit.errors import AttnkitError, RequestError
 from attnkit.kvcache.tables import RequestBlocks, TokenRange
-from attnkit.runner.images import ImageTokens
+from attnkit.runner.image_tokens import ImageTokens
 from attnkit.runner.sampling_params import SamplingParams
 from attnkit.runner.sound import Sound
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnkit.runner.images import ImageTokens
+from attnkit.runner.image_tokens import ImageTokens
 from attnkit.runner.request import Request
 
 

@@ -20,7 +20,8 @@ from attnkit.compiled import forward_context
 from attnkit.errors import ModelError
 from attnkit.integrations.hf.cache import RowPages, pages_in
 from attnkit.runner import hook
-from attnkit.runner.model import PackedModel, StepPlanner
+from attnkit.runner.model import PackedModel
+from attnkit.runner.planner import StepPlanner
 
 _PASSED_ON = frozenset(
     {

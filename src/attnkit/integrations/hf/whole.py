@@ -20,7 +20,9 @@ from attnkit.errors import ModelError
 from attnkit.layer import Attention
 from attnkit.runner import hook
 from attnkit.runner.discovery import AttentionCall, layer_facts
-from attnkit.runner.model import common_layout, max_model_len_of, plan_key
+from attnkit.runner.model import max_model_len_of
+from attnkit.runner.planner import plan_key
+from attnkit.runner.shared_pages import common_layout
 from attnkit.runner.step import StepRows
 from attnkit.upload import Upload
 
