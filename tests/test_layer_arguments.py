@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from attnkit import Attention, MLAAttention
+from attnkit import Attention, MLAAttention, PagedKVCache, make_batch
 from attnkit.backends.cpu.backend import CpuImpl
 from attnkit.backends.flash_attn import FlashAttnImpl
 from attnkit.backends.flex import FlexImpl
@@ -19,7 +20,7 @@ from attnkit.contract import MLADimensions
 from attnkit.errors import AttnkitError, UnknownBackend
 from attnkit.indexer import LightningIndexer
 
-WRONG: tuple[Any, ...] = (3.5, {}, [1], object(), torch.zeros(2, 2))
+WRONG: tuple[Any, ...] = (3.5, {}, [1], object(), torch.zeros(2, 2), np.zeros(3))
 """What no argument below takes; texts and whole numbers are added where they are wrong."""
 
 SIZES = MLADimensions(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24)
@@ -92,6 +93,10 @@ def test_layers() -> None:
         for make in (dense, latent):
             refuses(make, "vllm_config", value)
             refuses(make, "choose", value)
+    for make in (dense, latent):
+        refuses(make, "device", 2**70)
+        for value in (*WRONG, "16", True):
+            refuses(make().get_kv_cache_spec, "block_size", value)
     refuses(dense, "kv_sharing_target_layer_name", 3)
     for value in ([0.0] * 4, 3, "x", torch.zeros(4, dtype=torch.int64)):
         refuses(dense, "sinks", value)
@@ -110,3 +115,13 @@ def test_indexers() -> None:
     for name in ("kv_cache_dtype", "dtype", "device", "layer_name", "backend"):
         for value in WRONG:
             refuses(make, name, value)
+    for value in WRONG:
+        refuses(make, "topk_indices_buffer", value)
+    indexer = make()
+    cache = PagedKVCache({"indexer": indexer.get_kv_cache_spec()}, 2)["indexer"]
+    step = {"q": torch.randn(3, 4, 64), "k": torch.randn(3, 64), "weights": torch.randn(3, 4)}
+    step |= {"kv_cache": cache, "batch": make_batch([3], [3], [[1]], 16)}
+    assert indexer.choose(**step).shape == (3, 8)
+    for name in step:
+        for value in (*WRONG, None):
+            refuses(lambda **changes: indexer.choose(**{**step, **changes}), name, value)

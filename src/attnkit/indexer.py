@@ -15,7 +15,7 @@ import importlib
 
 import torch
 
-from attnkit.arguments import check_count, check_dtype, check_text
+from attnkit.arguments import check_count, check_dtype, check_kind, check_text
 from attnkit.backends import INDEX_KERNELS
 from attnkit.contract import (
     CommonAttentionMetadata,
@@ -90,6 +90,10 @@ class LightningIndexer:
         check_text("layer_name", layer_name)
         check_text("backend", backend)
         check_dtype(dtype)
+        check_text("kv_cache_dtype", kv_cache_dtype)
+        check_kind(
+            "topk_indices_buffer", topk_indices_buffer, torch.Tensor, "a tensor", optional=True
+        )
         if kv_cache_dtype not in _FORMATS:
             raise ConfigurationError(
                 f"kv_cache_dtype {kv_cache_dtype!r} is not one that keys of an indexer are stored in; "
@@ -166,6 +170,16 @@ class LightningIndexer:
         Raises:
             BatchError: tensors that do not fit the indexer or the batch; nothing has been written.
         """
+        if not isinstance(batch, CommonAttentionMetadata):
+            raise BatchError(
+                f"the batch of {self.layer_name} is {type(batch).__name__}; give what "
+                "attnkit.make_batch makes"
+            )
+        for name, x in {"q": q, "k": k, "weights": weights, "kv_cache": kv_cache}.items():
+            if not isinstance(x, torch.Tensor):
+                raise BatchError(
+                    f"{name} of {self.layer_name} is {type(x).__name__}; give a torch.Tensor"
+                )
         num_tokens = batch.num_actual_tokens
         shapes = {
             "q": (q, (self.num_heads, self.head_size)),
@@ -181,8 +195,8 @@ class LightningIndexer:
         page = (1, self.block_size, self.get_kv_cache_spec().content_size)
         if kv_cache.shape[1:] != page or kv_cache.dtype != self._dtype:
             raise BatchError(
-                f"{self.layer_name} got a cache of {kv_cache.dtype} {tuple(kv_cache.shape)}; its blocks "
-                f"are {page} of {self._dtype}"
+                f"{self.layer_name} got a kv_cache of {kv_cache.dtype} {tuple(kv_cache.shape)}; its "
+                f"blocks are {page} of {self._dtype}"
             )
         lists = self.topk_indices_buffer
         if num_tokens > lists.shape[0]:

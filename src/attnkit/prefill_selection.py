@@ -79,6 +79,13 @@ def select_prefill(
         UnknownBackend: no prefill backend has this name.
         UnsupportedConfiguration: the one asked for cannot serve, or the impl takes none.
     """
+    if not isinstance(asked, str) and not (
+        isinstance(asked, type) and issubclass(asked, MLAPrefillBackend)
+    ):
+        raise UnknownBackend(
+            f"prefill_backend {asked!r} is not allowed; give auto, a subclass of MLAPrefillBackend, "
+            f"or one of {', '.join(MLA_PREFILL_BACKENDS)}"
+        )
     own = impl.prefill_backend
     if own is None:
         if asked == "auto":
@@ -93,13 +100,6 @@ def select_prefill(
         return backend.validate_configuration(device_capability, dtype, dimensions)
 
     if asked != "auto":
-        if not isinstance(asked, str) and not (
-            isinstance(asked, type) and issubclass(asked, MLAPrefillBackend)
-        ):
-            raise UnknownBackend(
-                f"prefill_backend {asked!r} is not allowed; give auto, a subclass of MLAPrefillBackend, "
-                f"or one of {', '.join(MLA_PREFILL_BACKENDS)}"
-            )
         backend = resolve_prefill(asked) if isinstance(asked, str) else asked
         name = backend.get_name()
         if reasons := reasons_against(backend):

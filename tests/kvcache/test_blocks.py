@@ -66,7 +66,8 @@ class PoolMachine(RuleBasedStateMachine):
         freed = [self.holds[i] for i in ids]
         self.holds = [b for i, b in enumerate(self.holds) if i not in ids]
         self.pool.free(freed)
-        for block_id in reversed(freed):
+        # One given twice is freed where it comes first.
+        for block_id in reversed(dict.fromkeys(freed)):
             is_idle = block_id not in self.holds and block_id in self.contents
             if is_idle and block_id not in self.idle:
                 self.idle.append(block_id)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from attnkit.backends.cpu.native import native_kernels
 from attnkit.runner.linear import PackedLinear, is_packable, pack_linears
@@ -53,7 +53,7 @@ needs_bfloat16 = pytest.mark.skipif(
 
 
 def own_kernel(packed: PackedLinear) -> None:
-    if packed._few_rows is None:
+    if packed.native is None:
         pytest.skip("oneDNN multiplies few rows too: there is no matrix unit or no native library")
 
 
@@ -62,8 +62,8 @@ def test_a_matrix_unit_means_our_own_kernel_for_few_rows() -> None:
     if kernels is None or not kernels.has_matrix_unit:
         pytest.skip("there is no matrix unit, or no native library")
     whole, odd = (PackedLinear(nn.Linear(n, 64, dtype=torch.bfloat16)) for n in (96, 72))
-    assert whole._few_rows is not None
-    assert odd._few_rows is None
+    assert whole.native is not None
+    assert odd.native is None
 
 
 @needs_bfloat16
@@ -132,3 +132,37 @@ def test_a_graph_holds_a_handle_instead_of_the_weight(dtype: torch.dtype) -> Non
     assert node.target is torch.ops.attnkit.linear
     assert node.args[1].startswith("model.head#")
     assert len(inputs) == 1, "x alone: a graph with packed weights cannot be kept on disk"
+
+
+@needs_bfloat16
+def test_layers_of_the_same_rows_become_one_node() -> None:
+    from attnkit.runner.join import JoinLinears  # takes a second to import
+
+    layers = [
+        PackedLinear(
+            nn.Linear(96, size, bias=size == 64, dtype=torch.bfloat16).requires_grad_(False)
+        )
+        for size in (64, 32, 608)
+    ]
+    after = PackedLinear(nn.Linear(32, 64, dtype=torch.bfloat16).requires_grad_(False))
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    nodes = [linear_node(graph, x, layer) for layer in layers]
+    graph.output((*nodes, linear_node(graph, nodes[1], after)))
+    JoinLinears()(graph)
+    targets = [node.target for node in graph.nodes]
+    assert targets.count(torch.ops.attnkit.linears.default) == 1
+    assert targets.count(torch.ops.attnkit.linear.default) == 1
+    run = fx.GraphModule({}, graph)
+    for rows in (3, 300):
+        given = torch.randn(rows, 96, dtype=torch.bfloat16)
+        products = [layer(given) for layer in layers]
+        for found, right in zip(run(given), [*products, after(products[1])], strict=True):
+            assert torch.equal(found, right)
+
+
+def linear_node(graph: fx.Graph, x: fx.Node, layer: PackedLinear) -> fx.Node:
+    arguments = (x, layer._handle, layer.out_features, torch.bfloat16)
+    node = graph.call_function(torch.ops.attnkit.linear.default, arguments)
+    node.meta["val"] = torch.empty(0)
+    return node

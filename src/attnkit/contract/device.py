@@ -43,7 +43,7 @@ class DeviceCapability(NamedTuple):
         """
         try:
             device = torch.device(device)
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError, ValueError):
             raise ConfigurationError(
                 f"device {device!r} is not known; use 'cpu', 'cuda' or 'cuda:N'"
             ) from None

@@ -14,6 +14,7 @@ from enum import Enum
 
 import torch
 
+from attnkit.arguments import check_count
 from attnkit.contract.quant import KVQuantMode
 from attnkit.contract.types import MultipleOf
 from attnkit.errors import ConfigurationError
@@ -85,10 +86,7 @@ class KVCacheSpec:
     block_stride_alignment: MultipleOf | None = None
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ConfigurationError(
-                f"block_size {self.block_size} is not allowed; give at least 1"
-            )
+        check_count("block_size", self.block_size)
 
     @property
     def kind(self) -> str:

@@ -8,15 +8,17 @@ head_size + head_size_v). Which request owns which block is somebody else's busi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 
-from attnkit.arguments import is_count
+from attnkit.arguments import check_flags, is_count
 from attnkit.contract import (
     AttentionBackend,
     AttentionSpec,
     DeviceCapability,
     KVCacheLayout,
+    KVCacheSpec,
     get_kv_quant_mode,
     kv_cache_torch_dtype,
 )
@@ -69,13 +71,8 @@ class PagedKVCache:
                 layout that cannot hold the specs, or a format that they do not have.
             ConfigurationError: there is no such device.
         """
-        if not isinstance(specs, Mapping) or any(s is None for s in specs.values()):
-            raise CacheError(
-                f"specs is {specs!r}; give {{layer name: layer.get_kv_cache_spec()}} of layers that "
-                "keep something"
-            )
-        if not specs:
-            raise CacheError("a KV cache needs at least one layer's spec")
+        _check_kinds(specs, overlays, backends)
+        check_flags({"poison": poison}, error=CacheError)
         if not is_count(num_blocks):
             raise CacheError(f"num_blocks {num_blocks!r} is not allowed; give a whole number")
         if num_blocks < 2:
@@ -134,6 +131,7 @@ class PagedKVCache:
         """
         if not is_count(num_bytes):
             raise CacheError(f"num_bytes {num_bytes!r} is not allowed; give a whole number")
+        _check_kinds(specs, overlays, backends)
         alone = backends or {}
         per_block = block_bytes(specs, [[n for n in o if n not in alone] for o in overlays or ()])
         num_blocks = num_bytes // per_block
@@ -298,6 +296,32 @@ class PagedKVCache:
             for members, views in zip(shared, storages, strict=True):
                 tensors.update(zip(members, views, strict=True))
         return {name: tensors[name] for name in self.specs}
+
+
+def _check_kinds(specs: object, overlays: object, backends: object) -> None:
+    """Mappings and lists of what they should hold."""
+    if not isinstance(specs, Mapping) or not all(
+        isinstance(spec, KVCacheSpec) for spec in specs.values()
+    ):
+        raise CacheError(
+            f"specs is {specs!r}; give {{layer name: layer.get_kv_cache_spec()}} of layers that "
+            "keep something"
+        )
+    if not specs:
+        raise CacheError("a KV cache needs at least one layer's spec")
+    if overlays is not None and not (
+        _is_list(overlays) and all(_is_list(members) for members in overlays)
+    ):
+        raise CacheError(f"overlays is {overlays!r}; give lists of layer names, or None")
+    if backends is not None and not (
+        isinstance(backends, Mapping)
+        and all(hasattr(backend, "get_kv_cache_shape") for backend in backends.values())
+    ):
+        raise CacheError(f"backends is {backends!r}; give {{layer name: backend class}}, or None")
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _check_format(kv_cache_dtype: str, specs: Mapping[str, AttentionSpec]) -> None:

@@ -4,7 +4,8 @@ In: a model on the CPU. Out: the same model with its 16-bit `nn.Linear` replaced
 sorts such a weight anew in every call, which takes as long as a decode step's product itself: with
 16 rows, 576 x 1536 and 576 x 49,152 weights took 1.5 and 1.8 times as long. In a compiled graph the
 layer is one opaque node, `torch.ops.attnkit.linear`, with a handle instead of the weight: a graph
-that holds packed weights cannot be kept on disk, and would be compiled at every start.
+that holds packed weights cannot be kept on disk, and would be compiled at every start. Layers of the
+same rows become one node, `torch.ops.attnkit.linears` (`join.py`).
 
 On processors with a matrix unit few rows are multiplied by `backends/cpu/linear.c`, which reads oneDNN's
 packed weight as it lies. oneDNN's call takes 14 us before it multiplies, seven times a layer: with ours,
@@ -16,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -38,7 +39,10 @@ class OpaqueLinear(nn.Module):
 
     Attributes:
         in_features, out_features: sizes.
+        native: the weight as our own kernel reads it; None: that does not serve here.
     """
+
+    native: NativeLinear | None = None
 
     def __init__(self, linear: nn.Linear, name: str) -> None:
         """
@@ -79,23 +83,17 @@ class PackedLinear(OpaqueLinear):
         packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _HINT_ROWS)
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = linear.bias
-        self._few_rows: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-        kernels = native_kernels() if _is_in_blocks(*linear.weight.shape, packed.dtype) else None
-        if kernels is not None and (self.bias is None or self.bias.dtype is packed.dtype):
-            native = NativeLinear.pack(packed, self.bias)
-            self._few_rows = functools.partial(kernels.multiply, native)
+        fits = self.bias is None or self.bias.dtype is packed.dtype
+        if fits and _is_in_blocks(*linear.weight.shape, packed.dtype):
+            self.native = NativeLinear.pack(packed, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x, x.dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        few = x.numel() <= _MOST_ROWS * self.in_features
-        # oneDNN refuses what does not fit.
-        fits = x.shape[-1] == self.in_features and x.dtype is self.weight.dtype
-        if self._few_rows is not None and few and fits:
-            output = x.new_empty(*x.shape[:-1], self.out_features)
-            self._few_rows(x.contiguous(), output)
-            return output
+        products = _multiply_few([self], x)
+        if products is not None:
+            return products[0]
         return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
 
 
@@ -147,6 +145,19 @@ def _is_in_blocks(out_features: int, in_features: int, dtype: torch.dtype) -> bo
     )
 
 
+def _multiply_few(layers: Sequence[OpaqueLinear], x: torch.Tensor) -> list[torch.Tensor] | None:
+    """Products of few rows by our own kernel, in one call; None where that does not serve."""
+    kernels, width = native_kernels(), x.shape[-1]
+    if kernels is None or x.dtype is not torch.bfloat16 or x.numel() > _MOST_ROWS * width:
+        return None
+    natives = [layer.native for layer in layers if layer.native and layer.in_features == width]
+    if len(natives) < len(layers):
+        return None
+    outputs = [x.new_empty(*x.shape[:-1], layer.out_features) for layer in layers]
+    kernels.multiply(natives, x.contiguous(), outputs)
+    return outputs
+
+
 _COUNTER = itertools.count()
 _LAYERS: WeakValueDictionary[str, OpaqueLinear] = WeakValueDictionary()
 
@@ -161,7 +172,25 @@ def _linear_fake(
     return x.new_empty(*x.shape[:-1], out_features, dtype=dtype)
 
 
+def _linears(
+    x: torch.Tensor, handles: list[str], out_features: list[int], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    layers = [_LAYERS[handle] for handle in handles]
+    return _multiply_few(layers, x) or [layer.multiply(x) for layer in layers]
+
+
+def _linears_fake(
+    x: torch.Tensor, handles: list[str], out_features: list[int], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    return [x.new_empty(*x.shape[:-1], size, dtype=dtype) for size in out_features]
+
+
 _LIBRARY = torch.library.Library("attnkit", "FRAGMENT")
 _LIBRARY.define("linear(Tensor x, str handle, int out_features, ScalarType dtype) -> Tensor")
 _LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
 torch.library.register_fake("attnkit::linear", _linear_fake, lib=_LIBRARY)
+_LIBRARY.define(
+    "linears(Tensor x, str[] handles, int[] out_features, ScalarType dtype) -> Tensor[]"
+)
+_LIBRARY.impl("linears", _linears, "CompositeExplicitAutograd")
+torch.library.register_fake("attnkit::linears", _linears_fake, lib=_LIBRARY)

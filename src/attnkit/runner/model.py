@@ -247,7 +247,10 @@ class PackedModel:
 
     def compile(self) -> None:
         """Let torch.compile fuse what lies between weights and attention, from the next step on."""
-        self.model.compile(dynamic=True, options={"guard_filter_fn": _worth_checking})
+        from attnkit.runner.join import JoinLinears  # takes a second to import
+
+        options = {"guard_filter_fn": _worth_checking, "post_grad_custom_pre_pass": JoinLinears()}
+        self.model.compile(dynamic=True, options=options)
         self._is_compiled = True
 
     def run(

@@ -8,7 +8,7 @@ the cache. Shapes are the caller's promise; what would make the C code read or w
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -238,19 +238,24 @@ class NativeKernels:
                 f"give slots from 0 to {num_blocks * block_size - 1}, or -1 to skip a token"
             )
 
-    def multiply(self, linear: NativeLinear, x: torch.Tensor, output: torch.Tensor) -> None:
-        """A linear layer's product, where there is a matrix unit (`has_matrix_unit`).
+    def multiply(
+        self, linears: Sequence[NativeLinear], x: torch.Tensor, outputs: Sequence[torch.Tensor]
+    ) -> None:
+        """Products of the same rows with the weights of linear layers, where there is a matrix unit
+        (`has_matrix_unit`).
 
         Args:
+            linears: of in_features each.
             x: bfloat16 (num_rows, in_features), dense, any number of dimensions before the last.
-            output: likewise (num_rows, out_features).
+            outputs: likewise (num_rows, out_features), one for each.
         """
-        num_rows = output.numel() // output.shape[-1]
+        pointers = _POINTER * len(linears)
         self._linear(
-            linear.address,
+            pointers(*(linear.address for linear in linears)),
+            pointers(*(output.data_ptr() for output in outputs)),
+            len(linears),
             x.data_ptr(),
-            output.data_ptr(),
-            num_rows,
+            x.numel() // x.shape[-1],
             torch.get_num_threads(),
             self._parallel,
         )

@@ -1,13 +1,13 @@
-/* Products of few rows with a weight, y = x W^T + b, in the processor's matrix unit.
+/* Products of few rows with weights, y = x W^T + b, in the processor's matrix unit.
  *
- * In: rows of bfloat16, and a weight as oneDNN packs it for that unit: blocks of COLUMNS columns of the
+ * In: rows of bfloat16, and weights as oneDNN packs them for that unit: blocks of COLUMNS columns of the
  * result after each other, in each the numbers of PIECE channels after each other, pairs of channels
  * innermost: [columns / 32][channels / 32][16][32][2]. Out: rows of bfloat16, summed up in float32.
  * `launch.py` is the only caller.
  *
  * How: in a decode step weights are read once for a few rows, so the time is the memory's and that of the
- * calls themselves. Each thread reads one run of blocks, as memory delivers fastest; a block is in the
- * second cache when the next rows ask for it. A row's bits do not depend on the other rows. */
+ * calls themselves. Weights of the same rows are one call. Each thread reads one run of blocks, as memory
+ * delivers fastest; a block is in the second cache when the next rows ask for it. A row's bits do not depend on the other rows. */
 #include "amx.h"
 #include "call.h"
 
@@ -22,10 +22,10 @@ struct linear {
 #ifdef ATTNKIT_AMX
 
 struct product {
-  const struct linear *linear;
+  const struct linear *const *linears;
+  uint16_t *const *y;
   const uint16_t *x;
-  uint16_t *y;
-  int64_t rows, num_threads, next_thread;
+  int64_t rows, num_blocks, num_threads, next_thread;
 };
 
 /* Round a register's rows of two halves of a block, and put them into rows of `y`. */
@@ -43,9 +43,9 @@ static void store_sums(const struct linear *l, const float *sums, int64_t rows, 
   }
 }
 
-/* One block of columns, for the rows from `a` on that a register holds, and those from `b` on. */
-static void multiply_block(const struct product *p, int64_t block, int64_t a, int64_t b) {
-  const struct linear *l = p->linear;
+/* One block of columns of `y`, for the rows from `a` on that a register holds, and those from `b` on. */
+static void multiply_block(const struct product *p, const struct linear *l, uint16_t *y, int64_t block,
+                           int64_t a, int64_t b) {
   const int64_t rows = p->rows < SIDE ? p->rows : SIDE, line = l->channels * 2;
   const uint16_t *w = l->weight + block * COLUMNS * l->channels;
   const uint16_t *xa = p->x + a * l->channels, *xb = p->x + b * l->channels;
@@ -67,41 +67,47 @@ static void multiply_block(const struct product *p, int64_t block, int64_t a, in
   }
   _tile_stored(0, sums, 4 * COLUMNS);
   _tile_stored(1, sums + SIDE, 4 * COLUMNS);
-  store_sums(l, sums, rows, block * COLUMNS, p->y + a * l->columns);
+  store_sums(l, sums, rows, block * COLUMNS, y + a * l->columns);
   if (a == b) return;
   _tile_stored(2, sums, 4 * COLUMNS);
   _tile_stored(3, sums + SIDE, 4 * COLUMNS);
-  store_sums(l, sums, rows, block * COLUMNS, p->y + b * l->columns);
+  store_sums(l, sums, rows, block * COLUMNS, y + b * l->columns);
 }
 
 /* The last registers begin early enough to be full: some rows come out twice, the same. */
 static void multiply_blocks(void *argument) {
   struct product *p = argument;
   const int64_t thread = __atomic_fetch_add(&p->next_thread, 1, __ATOMIC_RELAXED);
-  const int64_t blocks = p->linear->columns / COLUMNS, last = p->rows > SIDE ? p->rows - SIDE : 0;
-  const int64_t end = blocks * (thread + 1) / p->num_threads;
+  const int64_t end = p->num_blocks * (thread + 1) / p->num_threads;
+  const int64_t last = p->rows > SIDE ? p->rows - SIDE : 0;
+  int64_t which = 0, before = 0; /* the weight of a block, and the blocks of those before it */
   begin_registers(p->rows < SIDE ? p->rows : SIDE);
-  for (int64_t i = blocks * thread / p->num_threads; i < end; ++i)
+  for (int64_t i = p->num_blocks * thread / p->num_threads; i < end; ++i) {
+    while (i - before >= p->linears[which]->columns / COLUMNS)
+      before += p->linears[which++]->columns / COLUMNS;
     for (int64_t row = 0; row < p->rows; row += 2 * SIDE) {
-      const int64_t a = row < last ? row : last;
-      multiply_block(p, i, a, a + SIDE < last ? a + SIDE : last);
+      const int64_t a = row < last ? row : last, b = a + SIDE < last ? a + SIDE : last;
+      multiply_block(p, p->linears[which], p->y[which], i - before, a, b);
     }
+  }
   _tile_release();
 }
 #endif
 
-/* `x` has `rows` dense rows of channels and `y` of columns. To be called where there is a matrix unit. */
-int64_t attnkit_linear(const struct linear *linear, const uint16_t *x, uint16_t *y, int64_t rows,
-                       int64_t num_threads, parallel_fn parallel) {
+/* The products of `x`, which has `rows` dense rows of channels, with `count` weights of as many channels;
+ * `y` have dense rows of columns. To be called where there is a matrix unit. */
+int64_t attnkit_linear(const struct linear *const *linears, uint16_t *const *y, int64_t count,
+                       const uint16_t *x, int64_t rows, int64_t num_threads, parallel_fn parallel) {
 #ifdef ATTNKIT_AMX
   if (!rows) return OK;
+  struct product p = {linears, y, x, rows, 0, num_threads, 0};
+  for (int64_t i = 0; i < count; ++i) p.num_blocks += linears[i]->columns / COLUMNS;
   /* Waking the other threads costs as much as reading this many numbers of a weight. */
-  if (!parallel || linear->columns * linear->channels < 50000) num_threads = 1;
-  struct product p = {linear, x, y, rows, num_threads, 0};
-  if (num_threads > 1) parallel(multiply_blocks, &p, num_threads, 0);
+  if (!parallel || p.num_blocks * COLUMNS * linears[0]->channels < 50000) p.num_threads = 1;
+  if (p.num_threads > 1) parallel(multiply_blocks, &p, p.num_threads, 0);
   else multiply_blocks(&p);
 #else
-  (void)linear, (void)x, (void)y, (void)rows, (void)num_threads, (void)parallel;
+  (void)linears, (void)y, (void)count, (void)x, (void)rows, (void)num_threads, (void)parallel;
 #endif
   return OK;
 }
