@@ -127,6 +127,10 @@ def test_long_texts_are_refused_or_cut(tmp_path: Path) -> None:
         ([[1], [3, 320]], "text 1: token id 320 .* 0 to 319"),
         ([[-1]], "text 0: token id -1"),
         ("one string", "give a list"),
+        (None, "texts is NoneType"),
+        ([[1], None], "text 1 is NoneType"),
+        ([[1], ["a"]], "text 1 has 'a' among"),
+        (["half \ud800"], "text 0 is no text at character 5"),
     ],
 )
 def test_bad_texts_are_named(tmp_path: Path, texts: Any, message: str) -> None:

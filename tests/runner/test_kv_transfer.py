@@ -14,7 +14,13 @@ import torch
 from attnkit import LLM, SamplingParams
 from attnkit.backends.reference import ReferenceBackend
 from attnkit.contract import KVCacheLayout
-from attnkit.errors import CacheError, ConfigurationError, OutOfPages, UnsupportedConfiguration
+from attnkit.errors import (
+    CacheError,
+    ConfigurationError,
+    OutOfPages,
+    RequestError,
+    UnsupportedConfiguration,
+)
 from attnkit.kvcache.transfer import PrefixContents
 from attnkit.runner.kv_file import SafetensorsFile
 
@@ -232,6 +238,13 @@ def test_room_and_permission_are_asked_for_first(saved, tmp_path):
     with pytest.raises(CacheError, match="no whole page"):
         llm.save_kv(SafetensorsFile(file), PROMPT)
     llm.generate(PROMPT, GREEDY)
+    for nothing in (None, 3, "file"):
+        with pytest.raises(ConfigurationError, match=r"connector .* object with save"):
+            llm.save_kv(nothing, PROMPT)
+        with pytest.raises(ConfigurationError, match=r"connector .* object with load"):
+            llm.load_kv(nothing)
+        with pytest.raises(RequestError, match="the prefix is"):
+            llm.save_kv(SafetensorsFile(file), nothing)
     with pytest.raises(CacheError, match="cannot be written"):
         llm.save_kv(SafetensorsFile(tmp_path / "nowhere" / "file"), PROMPT + tokens)
 

@@ -208,8 +208,9 @@ def test_prompts_come_in_several_forms(folder):
     assert one[0].prompt_token_ids == ids
     assert tokens(llm.generate(ids, GREEDY)) == tokens(one)
     assert llm.generate(ids, GREEDY)[0].prompt is None
-    mixed = llm.generate(["hello", ids, tuple(ids)], [GREEDY] * 3)
-    assert tokens(mixed) == tokens(one) * 3
+    forms = ["hello", ids, tuple(ids), np.array(ids), torch.tensor(ids)]
+    assert tokens(llm.generate(forms, [GREEDY] * 5)) == tokens(one) * 5
+    assert tokens(llm.generate(np.array(ids), GREEDY)) == tokens(one)
     assert llm.generate([], GREEDY) == []
 
 
@@ -261,6 +262,11 @@ def test_one_bad_prompt_stops_all_before_anything_runs(folder):
         ([good, [-1]], "prompt 1.*-1"),
         ([good, [1.5]], r"prompt 1.*1\.5"),
         ([good, None], "prompt 1.*NoneType"),
+        ([good, b"bytes"], "prompt 1 is bytes"),
+        ([good, [True]], "prompt 1 has True among"),
+        ([good, ["a"]], "prompt 1 has 'a' among"),
+        ([good, "half \ud800"], "prompt 1 is no text at character 5"),
+        ([good, {"input_ids": [[1, None]]}], "prompt 1 has None among"),
     ]
     for prompts, message in cases:
         with pytest.raises(RequestError, match=message):
@@ -393,6 +399,12 @@ def test_chat_is_the_template_and_generate(folder):
     assert llm.chat([], GREEDY) == []
     with pytest.raises(RequestError, match="refuses"):
         llm.chat([5], GREEDY)  # type: ignore[list-item]
+    for nothing in (3.5, "hi", {"role": "user"}, torch.zeros(2)):
+        with pytest.raises(RequestError, match="messages is"):
+            llm.chat(nothing, GREEDY)
+    for refused in ([[]], [{"role": "user", "content": "\ud800"}]):
+        with pytest.raises(RequestError, match="conversation"):
+            llm.chat(refused, GREEDY)
     llm.tokenizer.chat_template = "{{ raise_exception('users must speak first') }}"
     with pytest.raises(RequestError, match="users must speak first"):
         llm.chat(conversation, GREEDY)
@@ -435,6 +447,8 @@ def test_settings_that_are_not_allowed_are_named_before_weights_are_loaded(folde
     monkeypatch.setattr("attnkit.runner.llm.load_model", None)
     cases = [
         ({"dtype": 8}, ConfigurationError, "dtype 8 is not known"),
+        ({"dtype": np.zeros(2)}, ConfigurationError, "dtype array.* is not known"),
+        ({"weights": np.zeros(2)}, ConfigurationError, "weights array.* is not known"),
         ({"seed": "a"}, ConfigurationError, "seed 'a'"),
         ({"cuda_graphs": True}, ConfigurationError, "would run on cpu"),
         ({"compile": "no"}, ConfigurationError, "compile 'no' .* True or False"),

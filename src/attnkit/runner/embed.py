@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -24,6 +24,7 @@ from attnkit.runner.encoder import EncoderModel
 from attnkit.runner.linear import pack_linears
 from attnkit.runner.loading import check_dtype_name, load_encoder, load_tokenizer
 from attnkit.runner.memory import choose_device
+from attnkit.runner.prompts import check_text, read_token_ids
 
 Pooling: TypeAlias = Literal["mean", "cls"]
 """mean: over a text's tokens; cls: the first token's vector."""
@@ -70,7 +71,9 @@ class Embedder:
             ConfigurationError: a value is not allowed.
             BackendError: no such backend, or it cannot serve the model; with every reason.
         """
-        if pooling is not None and pooling not in get_args(Pooling):
+        if pooling is not None and (
+            not isinstance(pooling, str) or pooling not in get_args(Pooling)
+        ):
             raise ConfigurationError(
                 f"pooling {pooling!r} is not known; use {' or '.join(get_args(Pooling))}"
             )
@@ -123,8 +126,9 @@ class Embedder:
             RequestError: a text is empty, too long, or has unknown token ids, by its index; nothing
                 has run.
         """
-        if isinstance(texts, str):
-            raise RequestError("texts is one string; give a list of texts")
+        if not isinstance(texts, Iterable) or isinstance(texts, str | bytes):
+            raise RequestError(f"texts is {type(texts).__name__}; give a list of texts")
+        check_flags({"truncate": truncate}, error=RequestError)
         many = [self._encode(index, text, truncate) for index, text in enumerate(texts)]
         vectors = torch.empty(len(many), self.dimension)
         start = 0
@@ -138,12 +142,12 @@ class Embedder:
         return vectors
 
     def _encode(self, index: int, text: str | Sequence[int], truncate: bool) -> list[int]:
+        longest = self.max_model_len if truncate else None
         if isinstance(text, str):
-            ids = self.tokenizer.encode(
-                text, truncation=truncate, max_length=self.max_model_len if truncate else None
-            )
+            check_text(f"text {index}", text)
+            ids = self.tokenizer.encode(text, truncation=truncate, max_length=longest)
         else:
-            ids = list(text)[: self.max_model_len if truncate else None]
+            ids = read_token_ids(f"text {index}", text)[:longest]
         if not ids:
             raise RequestError(f"text {index} has no tokens; give at least one")
         if len(ids) > self.max_model_len:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from attnkit.arguments import check_attribute, is_count
 from attnkit.contract import AttentionBackend
 from attnkit.errors import CacheError, ConfigurationError, ModelError, RequestError
 from attnkit.kvcache.transfer import KVConnector
@@ -36,7 +37,7 @@ from attnkit.runner.loading import (
 from attnkit.runner.memory import choose_device, choose_num_blocks
 from attnkit.runner.model import PackedModel, max_model_len_of
 from attnkit.runner.output import RequestOutput, StreamOutput
-from attnkit.runner.prompts import EnginePrompt, Prompt, PromptReader
+from attnkit.runner.prompts import EnginePrompt, Prompt, PromptReader, check_text, read_token_ids
 from attnkit.runner.sampling_params import SamplingParams
 from attnkit.runner.scheduler import check_budget
 from attnkit.runner.sound import reads_sound
@@ -280,10 +281,9 @@ class LLM:
 
         Raises:
             ModelError: the model has no chat template.
+            RequestError: these are no conversations, or the template refuses them, or as `generate`.
         """
-        if not messages:
-            return []
-        many: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        many = _conversations(messages)
         params = _params_for(sampling_params, len(many))
         texts = [self.encode_chat(conversation) for conversation in many]
         encoded = [EnginePrompt(text=text, token_ids=ids) for text, ids in texts]
@@ -293,7 +293,8 @@ class LLM:
         """A conversation as the prompt text that its answer continues, and its token ids.
 
         Raises:
-            ModelError: the model has no chat template, or it refuses these messages.
+            ModelError: the model has no chat template.
+            RequestError: it refuses these messages.
         """
         from jinja2 import TemplateError
 
@@ -305,11 +306,12 @@ class LLM:
             text = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=False
             )
-        except (TemplateError, KeyError, TypeError) as error:
+        except (TemplateError, KeyError, TypeError, ValueError) as error:
             raise RequestError(
                 f"the chat template of {self.name} refuses these messages: {error}; give a list of "
                 "{'role': ..., 'content': ...}"
             ) from error
+        check_text("the conversation", text)
         return text, self.tokenizer.encode(text, add_special_tokens=False)
 
     @property
@@ -368,10 +370,13 @@ class LLM:
             How many tokens were saved.
 
         Raises:
-            ConfigurationError: the LLM was made without `kv_connector`.
+            ConfigurationError: the LLM was made without `kv_connector`, or this is no connector.
             CacheError: the connector cannot save, or no page of the prefix is there.
+            RequestError: the prefix is no list of token ids.
         """
-        contents = self.engine.export_prefix(token_ids, self._checked_fingerprint())
+        check_attribute("connector", connector, "save")
+        ids = read_token_ids("the prefix", token_ids)
+        contents = self.engine.export_prefix(ids, self._checked_fingerprint())
         if not contents.token_ids:
             raise CacheError(
                 f"the cache has no whole page of {self.engine.manager.hit_unit} tokens of this prefix; "
@@ -387,10 +392,11 @@ class LLM:
             How many tokens are there now.
 
         Raises:
-            ConfigurationError: the LLM was made without `kv_connector`.
+            ConfigurationError: the LLM was made without `kv_connector`, or this is no connector.
             CacheError: nothing usable came; the cache is as it was.
             OutOfPages: the cache has less room than the prefix needs; likewise.
         """
+        check_attribute("connector", connector, "load")
         wanted = self.engine.empty_prefix(self._checked_fingerprint())
         return self.engine.import_prefix(connector.load(wanted))
 
@@ -508,9 +514,22 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, Iterable):
         raise RequestError(f"prompts is {prompts!r}; give a text, token ids, or a list of such")
     many: list[Any] = list(prompts)
-    if many and all(isinstance(p, int) for p in many):
+    if many and all(is_count(p) for p in many):
         return [many]
     return many
+
+
+def _conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> list[Sequence[Message]]:
+    """One conversation, or several."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise RequestError(
+            f"messages is {type(messages).__name__}; give a list of {{'role': ..., 'content': ...}}, or "
+            "a list of such lists"
+        )
+    many: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+    return list(many)
 
 
 def _params_for(

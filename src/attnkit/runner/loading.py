@@ -47,7 +47,8 @@ def check_dtype_name(dtype: str | torch.dtype) -> None:
     Raises:
         ConfigurationError: it is none that models run in.
     """
-    if dtype not in ("auto", *DTYPES, *DTYPES.values()):
+    is_kind = isinstance(dtype, str | torch.dtype)
+    if not is_kind or dtype not in ("auto", *DTYPES, *DTYPES.values()):
         raise ConfigurationError(
             f"dtype {dtype!r} is not known; use auto, {', '.join(DTYPES)} or a torch.dtype of these"
         )

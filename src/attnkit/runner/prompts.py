@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from attnkit.arguments import is_count
 from attnkit.errors import RequestError
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
@@ -37,6 +38,39 @@ class EnginePrompt:
     token_type_ids: list[int] | None = None
     pixel_values: Any = None
     input_features: Any = None
+
+
+def check_text(where: str, text: str) -> None:
+    """Refuse half a surrogate pair, which no tokenizer reads.
+
+    Raises:
+        RequestError: there is one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{where} is no text at character {error.start}, {text[error.start]!r}; decode it with "
+            "errors='replace'"
+        ) from error
+
+
+def read_token_ids(where: str, token_ids: Any) -> list[int]:
+    """A list, or an array or tensor, of whole numbers, as Python's own.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    if isinstance(token_ids, torch.Tensor | np.ndarray) and token_ids.ndim == 1:
+        token_ids = token_ids.tolist()
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes | bytearray):
+        raise RequestError(
+            f"{where} is {type(token_ids).__name__}; give a text or a list of token ids"
+        )
+    for token_id in token_ids:
+        if not is_count(token_id):
+            raise RequestError(f"{where} has {token_id!r} among its token ids; give whole numbers")
+    return [int(token_id) for token_id in token_ids]
 
 
 class PromptReader:
@@ -99,18 +133,17 @@ class PromptReader:
         """How the answer begins: as the model says, and with a text behind that; or as token ids say."""
         given = prompt.get("decoder_prompt")
         assert self._decoder_start is not None
+        if isinstance(given, str):
+            check_text(where, given)
         if given is None or isinstance(given, str):
             return [*self._decoder_start, *(self._encode(given, False) if given else ())]
         return self._read_one(where, given)[1]
 
     def _read_one(self, where: str, prompt: Any) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
+            check_text(where, prompt)
             return prompt, self._encode(prompt, True)
-        if not isinstance(prompt, Sequence):
-            raise RequestError(
-                f"{where} is {type(prompt).__name__}; give a text or a list of token ids"
-            )
-        return None, list(prompt)
+        return None, read_token_ids(where, prompt)
 
 
 _TWO_TEXTS = "give encoder_prompt and, if the answer's beginning is known, decoder_prompt"
@@ -134,7 +167,7 @@ def _read_processed(where: str, prompt: Mapping[str, Any]) -> EnginePrompt:
     types = prompt.get("token_type_ids")
     return EnginePrompt(
         text=None,
-        token_ids=_row(where, "input_ids", prompt["input_ids"]),
+        token_ids=read_token_ids(where, _row(where, "input_ids", prompt["input_ids"])),
         token_type_ids=None if types is None else _row(where, "token_type_ids", types),
         pixel_values=prompt.get("pixel_values"),
     )

@@ -115,7 +115,7 @@ def check_weights(weights: str, device: torch.device) -> None:
     Raises:
         ConfigurationError: no such format, or none for this device or processor.
     """
-    if weights not in WEIGHTS:
+    if not isinstance(weights, str) or weights not in WEIGHTS:
         raise ConfigurationError(
             f"weights {weights!r} is not known; use one of {', '.join(WEIGHTS)}, or None"
         )
