@@ -150,8 +150,10 @@ class RequestwisePrefill(MLAPrefillBackend):
     ) -> None:
         for start, end in itertools.pairwise(plan.query_start_loc.tolist()):
             if start < end:
-                own = (x[start:end] for x in (query, key, value))
-                self.attend_request(*own, True, output[start:end], lse[start:end])
+                rows = slice(start, end)
+                self.attend_request(
+                    query[rows], key[rows], value[rows], True, output[rows], lse[rows]
+                )
 
     def run_prefill_context_chunk(
         self,
@@ -167,8 +169,6 @@ class RequestwisePrefill(MLAPrefillBackend):
             zip(starts, chunk.kv_lens.tolist(), strict=True)
         ):
             if start < end:
-                table = chunk.block_table[request]
-                context = (read_tokens(x, table, kv_len) for x in (key, value))
-                self.attend_request(
-                    query[start:end], *context, False, output[start:end], lse[start:end]
-                )
+                rows, table = slice(start, end), chunk.block_table[request]
+                k, v = (read_tokens(x, table, kv_len) for x in (key, value))
+                self.attend_request(query[rows], k, v, False, output[rows], lse[rows])
