@@ -252,7 +252,7 @@ def _probe(
     with torch.inference_mode(), hook.recording(recorder):
         if two_sides.is_encoder_decoder(model):
             if reads_sound(model.config):  # Its encoder mixes frames, within one recording.
-                output = model.get_input_embeddings()(ids)[None]
+                output = model.get_input_embeddings()(ids)[None]  # type: ignore[operator]
                 return recorder.calls, two_sides.call(model, None, None, ids, positions, output)
             return recorder.calls, two_sides.call(model, ids, positions, ids, positions)
         output = model(

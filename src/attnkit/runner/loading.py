@@ -182,7 +182,7 @@ def find_auto_class(checkpoint: Checkpoint) -> tuple[Any, str]:
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.AutoModelForCausalLM, "a causal language model"
     if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        model = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        model: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
         if "token_type_ids" in inspect.signature(model.forward).parameters:
             return transformers.AutoModelForImageTextToText, "a PrefixLM that sees images"
     raise ModelError(
