@@ -136,7 +136,7 @@ def test_a_graph_holds_a_handle_instead_of_the_weight(dtype: torch.dtype) -> Non
 
 @needs_bfloat16
 def test_layers_of_the_same_rows_become_one_node() -> None:
-    from attnkit.runner.join import JoinLinears  # takes a second to import
+    from attnkit.runner.join import JoinLinears  # torch._inductor, for those who compile
 
     layers = [
         PackedLinear(

@@ -47,7 +47,7 @@ again has left it; below half of that the mode is called warm."""
 _COPIES = 4
 """Of K and V that a set and its contenders hold in the workload's dtype: pages, pages of a format or a
 library's own, rows without pages. How many sets make a cold cache is counted in the format's bytes, and
-29 of int8 held 14 GB."""
+29 of int8 would hold 14 GB."""
 
 Progress = Callable[[str], None]
 

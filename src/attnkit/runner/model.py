@@ -247,7 +247,7 @@ class PackedModel:
 
     def compile(self) -> None:
         """Let torch.compile fuse what lies between weights and attention, from the next step on."""
-        from attnkit.runner.join import JoinLinears  # takes a second to import
+        from attnkit.runner.join import JoinLinears  # torch._inductor, for those who compile
 
         options = {"guard_filter_fn": _worth_checking, "post_grad_custom_pre_pass": JoinLinears()}
         self.model.compile(dynamic=True, options=options)
