@@ -57,36 +57,14 @@ class ProfilingLeavesTheOutput(TwinImpl):
 
 @OUTPUT_FAULTS.caught_by("case:plain-decode-fp32")
 class QueryScaledInPlace(TwinImpl):
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: CommonAttentionMetadata,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        result = super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
+    def forward(self, layer: Any, query: Tensor, *step: Any) -> Tensor | tuple[Tensor, Tensor]:
+        result = super().forward(layer, query, *step)
         query.mul_(self.scale)
         return result
 
 
 @OUTPUT_FAULTS.caught_by("law:lse_is_float32_per_token_and_head")
 class LseInTheOutputDtype(TwinImpl):
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: CommonAttentionMetadata,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        result = super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-        return (result[0], result[1].to(output.dtype)) if isinstance(result, tuple) else result
+    def forward(self, layer: Any, query: Tensor, *step: Any) -> Tensor | tuple[Tensor, Tensor]:
+        result = super().forward(layer, query, *step)
+        return (result[0], result[1].to(query.dtype)) if isinstance(result, tuple) else result
