@@ -139,9 +139,13 @@ def test_bad_arguments_are_explained(arguments: list[str], complaint: str, capsy
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_a_gpu_that_is_not_there_is_named(capsys) -> None:
-    assert command.main(["decode", "--device", "cuda"]) == 1
-    assert "torch sees no CUDA device" in capsys.readouterr().err
+def test_a_device_that_is_not_there_is_named(capsys) -> None:
+    for name, complaint in (
+        ("cuda", "torch sees no CUDA device"),
+        ("x", "device 'x' is not known"),
+    ):
+        assert command.main(["decode", "--device", name]) == 1
+        assert complaint in capsys.readouterr().err
 
 
 def test_no_arguments_is_bad_usage() -> None:

@@ -37,7 +37,7 @@ from attnkit.bench.subjects import Subject
 from attnkit.bench.table import ceilings_line, show, show_comparison
 from attnkit.bench.timing import QUICK, Effort
 from attnkit.bench.workloads import KINDS, Kind, Workload, parse_shape
-from attnkit.contract import KVCacheLayout
+from attnkit.contract import DeviceCapability, KVCacheLayout
 from attnkit.errors import AttnkitError, BackendUnavailable, ConfigurationError
 from attnkit.selection import resolve
 
@@ -258,10 +258,8 @@ def _contenders(options: argparse.Namespace) -> list[Contender]:
 
 def _device(options: argparse.Namespace) -> torch.device:
     name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError(f"--device {name}: torch sees no CUDA device; use --device cpu")
-    return device
+    DeviceCapability.of(name)  # Refuses what is not here.
+    return torch.device(name)
 
 
 def _set_threads(count: int) -> None:
