@@ -266,7 +266,7 @@ def test_one_bad_prompt_stops_all_before_anything_runs(folder):
         ([good, [True]], "prompt 1 has True among"),
         ([good, ["a"]], "prompt 1 has 'a' among"),
         ([good, "half \ud800"], "prompt 1 is no text at character 5"),
-        ([good, {"input_ids": [[1, None]]}], "prompt 1 has None among"),
+        ([good, {"input_ids": [[1, None]]}], "prompt 1: input_ids is not one row"),
     ]
     for prompts, message in cases:
         with pytest.raises(RequestError, match=message):

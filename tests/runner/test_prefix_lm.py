@@ -200,6 +200,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs(tmp_path):
         ({"input_ids": ids, "pixel_values": good["pixel_values"]}, "without token_type_ids"),
         ({**good, "attention_mask": [0, *[1] * (len(ids) - 1)]}, "hides tokens"),
         ({**good, "input_ids": [ids, ids]}, "input_ids is not one row"),
+        ({**good, "attention_mask": list(good["pixel_values"])}, "attention_mask is not one row"),
         ({**good, "pixels": 1}, "prompt 1 has .*pixels; give what the model's processor makes"),
         (long, r"tokens 1 to 13 see each other .* sliding window of 12"),
     ):  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -187,6 +188,6 @@ def _row(where: str, name: str, values: Any) -> list[Any]:
         values = values.tolist()
     if isinstance(values, Sequence) and len(values) == 1 and isinstance(values[0], Sequence):
         values = values[0]
-    if not isinstance(values, Sequence) or any(isinstance(v, Sequence) for v in values):
+    if not isinstance(values, Sequence) or not all(isinstance(v, Real) for v in values):
         raise RequestError(f"{where}: {name} is not one row of integers; {_PROCESSED}")
     return list(values)
