@@ -74,7 +74,13 @@ def test_an_impl_without_an_indexer_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [indexer_of(2, 8), indexer_of(3, 8, dtype=torch.int64), indexer_of(9)]
+    "wrong",
+    [
+        indexer_of(2, 8),
+        indexer_of(3, 8, dtype=torch.int64),
+        indexer_of(9),
+        SimpleNamespace(topk_indices_buffer=None),
+    ],
 )
 def test_lists_that_do_not_fit_the_step(wrong: Any) -> None:
     layer = layer_of(indexer=wrong)

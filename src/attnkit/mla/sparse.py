@@ -163,9 +163,16 @@ class SparseLatentImpl(LatentImpl[M]):
         assert self.indexer is not None, "checked when the impl was made"
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         lists, num_tokens = self.indexer.topk_indices_buffer, query.shape[0]
-        if lists.dim() != 2 or lists.shape[0] < num_tokens or lists.dtype != torch.int32:
+        is_tensor = isinstance(lists, torch.Tensor)
+        if (
+            not is_tensor
+            or lists.dim() != 2
+            or lists.shape[0] < num_tokens
+            or lists.dtype != torch.int32
+        ):
+            given = f"{lists.dtype} {tuple(lists.shape)}" if is_tensor else type(lists).__name__
             raise BatchError(
-                f"topk_indices_buffer is {lists.dtype} {tuple(lists.shape)}; give int32 with at least "
+                f"topk_indices_buffer is {given}; give int32 with at least "
                 f"{num_tokens} rows, one per query of the step"
             )
         plan = attn_metadata.decode
