@@ -24,7 +24,7 @@ from attnkit.runner.encoder import EncoderModel
 from attnkit.runner.linear import pack_linears
 from attnkit.runner.loading import check_dtype_name, load_encoder, load_tokenizer
 from attnkit.runner.memory import choose_device
-from attnkit.runner.prompts import check_text, read_token_ids
+from attnkit.runner.prompts import check_encodable, read_token_ids
 
 Pooling: TypeAlias = Literal["mean", "cls"]
 """mean: over a text's tokens; cls: the first token's vector."""
@@ -144,7 +144,7 @@ class Embedder:
     def _encode(self, index: int, text: str | Sequence[int], truncate: bool) -> list[int]:
         longest = self.max_model_len if truncate else None
         if isinstance(text, str):
-            check_text(f"text {index}", text)
+            check_encodable(f"text {index}", text)
             ids = self.tokenizer.encode(text, truncation=truncate, max_length=longest)
         else:
             ids = read_token_ids(f"text {index}", text)[:longest]

@@ -37,7 +37,13 @@ from attnkit.runner.loading import (
 from attnkit.runner.memory import choose_device, choose_num_blocks
 from attnkit.runner.model import PackedModel, max_model_len_of
 from attnkit.runner.output import RequestOutput, StreamOutput
-from attnkit.runner.prompts import EnginePrompt, Prompt, PromptReader, check_text, read_token_ids
+from attnkit.runner.prompts import (
+    EnginePrompt,
+    Prompt,
+    PromptReader,
+    check_encodable,
+    read_token_ids,
+)
 from attnkit.runner.sampling_params import SamplingParams
 from attnkit.runner.scheduler import check_budget
 from attnkit.runner.sound import reads_sound
@@ -311,7 +317,7 @@ class LLM:
                 f"the chat template of {self.name} refuses these messages: {error}; give a list of "
                 "{'role': ..., 'content': ...}"
             ) from error
-        check_text("the conversation", text)
+        check_encodable("the conversation", text)
         return text, self.tokenizer.encode(text, add_special_tokens=False)
 
     @property

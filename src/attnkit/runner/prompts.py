@@ -41,7 +41,7 @@ class EnginePrompt:
     input_features: Any = None
 
 
-def check_text(where: str, text: str) -> None:
+def check_encodable(where: str, text: str) -> None:
     """Refuse half a surrogate pair, which no tokenizer reads.
 
     Raises:
@@ -135,14 +135,14 @@ class PromptReader:
         given = prompt.get("decoder_prompt")
         assert self._decoder_start is not None
         if isinstance(given, str):
-            check_text(where, given)
+            check_encodable(where, given)
         if given is None or isinstance(given, str):
             return [*self._decoder_start, *(self._encode(given, False) if given else ())]
         return self._read_one(where, given)[1]
 
     def _read_one(self, where: str, prompt: Any) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
-            check_text(where, prompt)
+            check_encodable(where, prompt)
             return prompt, self._encode(prompt, True)
         return None, read_token_ids(where, prompt)
 
