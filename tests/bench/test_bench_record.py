@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attnkit.bench import plot
+from attnkit.bench import machine, plot
 from attnkit.bench.record import Record, Row, compare, load, save, standings
 from attnkit.bench.roofline import Ceilings
 from attnkit.bench.session import with_ratios
@@ -21,6 +21,12 @@ from attnkit.errors import ConfigurationError
 
 LAYER = LayerShape(num_heads=4, num_kv_heads=2, head_size=16)
 WORKLOADS = [decode(2, 33, LAYER), decode(4, 100, LAYER), prefill(1, 64, LAYER)]
+
+
+def test_a_command_names_no_folder_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = ["/home/me/e2e.py", "--json", "/root/out/x.json", "--python", "bin/python", "decode"]
+    monkeypatch.setattr(sys, "argv", called)
+    assert machine.command() == "e2e.py --json x.json --python bin/python decode"
 
 
 def timed(

@@ -93,8 +93,9 @@ def source(commit: str | None = None) -> dict[str, Any]:
 
 
 def command() -> str:
-    """How this process was called."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """How this process was called. Absolute paths stand by their last name: records travel."""
+    given = (Path(part).name if Path(part).is_absolute() else part for part in sys.argv[1:])
+    return " ".join([Path(sys.argv[0]).name, *given])
 
 
 def _versions() -> dict[str, str]:
