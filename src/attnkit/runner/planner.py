@@ -17,16 +17,13 @@ class StepPlanner:
     """Plans a step once per group of equal layers."""
 
     def __init__(self, packed: PackedModel) -> None:
-        group_of = {n: i for i, g in enumerate(packed.kv_plan.groups) for n in g.layer_names}
-        members: dict[tuple[Any, ...], list[str]] = {}
-        for name, layer in packed.layers.items():
-            members.setdefault((group_of[name], *plan_key(layer)), []).append(name)
+        groups = list(enumerate(packed.kv_plan.groups))
         self._builders = [
-            (key[0], names, packed.layers[names[0]].make_builder(names))
-            for key, names in members.items()
+            (i, names, builder)
+            for i, group in groups
+            for names, builder in builders_of({n: packed.layers[n] for n in group.layer_names})
         ]
-        groups = enumerate(packed.kv_plan.groups)
-        self._companions = [(i, name) for i, g in groups for name, _ in g.companions]
+        self._companions = [(i, name) for i, group in groups for name, _ in group.companions]
 
     @property
     def reorder_batch_threshold(self) -> int | None:
@@ -72,7 +69,8 @@ def plan_key(layer: PagedLayer) -> tuple[Any, ...]:
 def builders_of(
     layers: Mapping[str, PagedLayer],
 ) -> list[tuple[list[str], AttentionMetadataBuilder[Any]]]:
-    """Layers that keep nothing, by name: those that can share a plan, and who makes it."""
+    """Layers by name, of one group of a cache or of none: those that can share a plan, and who makes
+    it."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, layer in layers.items():
         groups.setdefault(plan_key(layer), []).append(name)

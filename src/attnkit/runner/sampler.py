@@ -12,6 +12,7 @@ Order of the operations: repetition penalty, temperature, top-k, top-p over what
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -136,7 +137,7 @@ class Draw:
             self._arrival.synchronize()
         outcome = []
         for row, state in zip(self._rows.tolist(), self._states, strict=True):
-            if not np.isfinite(row[1]):
+            if not math.isfinite(row[1]):
                 outcome.append(Sampled(None))
                 continue
             token_id = int(row[0])

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from attnkit.backends.hopper.plan import num_sms_of
 from attnkit.backends.hopper.tuning import (
     MAX_LATENT_QUERY_LEN,
     head_tiles,
@@ -38,11 +39,7 @@ class LatentPlanner:
         self._device = device
         self._max_num_reqs = max_num_reqs
         self._block_size = block_size
-        self._num_programs = (
-            torch.cuda.get_device_properties(device).multi_processor_count
-            if device.type == "cuda"
-            else 4
-        )
+        self._num_programs = num_sms_of(device)
         self._works: dict[tuple[int, int], Any] = {}
 
     def plan(self, part: DecodePart, num_heads: int) -> Any:
