@@ -546,25 +546,7 @@ DECODE = {
 
 def prefill_variants(config: PrefillConfig) -> dict[str, PrefillConfig]:
     """Other choices to measure beside the one that `tuning` makes."""
-    found = {
-        "turns" if not config.turns else "no turns": replace(config, turns=not config.turns),
-    }
-    if config.head_size < 256:
-        found["two Q"] = replace(config, q_stages=2)
-    if config.head_size == 64:
-        two = replace(
-            config,
-            num_consumers=2,
-            block_n=128,
-            rows=math.gcd(config.page_size, 128),
-            stages=2,
-            maxnreg=168,
-            consumer_registers=240,
-            producer_registers=24,
-        )
-        found["2 consumers"] = two
-        found["2 consumers, no turns"] = replace(two, turns=False)
-        found["two Q, no turns"] = replace(config, q_stages=2, turns=False)
+    found = {"not lazy": replace(config, lazy=False)}
     return found
 
 

@@ -81,6 +81,7 @@ class PrefillConfig(KernelConfig):
         num_consumers: warpgroups that attend, of 64 rows each.
         q_stages: row tiles of Q in a ring, 1 or 2; with 2 the next one's Q is there when it begins.
         turns: consumers issue their products one after the other.
+        lazy: see `tile.online_softmax`.
     """
 
     value_size: int
@@ -88,6 +89,7 @@ class PrefillConfig(KernelConfig):
     num_consumers: int
     q_stages: int
     turns: bool
+    lazy: bool = True
 
     @property
     def values(self) -> PrefillConfig:

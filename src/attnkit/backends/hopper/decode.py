@@ -34,6 +34,7 @@ from attnkit.backends.hopper.pieces import my_share, read_piece, read_split, rea
 from attnkit.backends.hopper.states import merge_unit, place_of_state, store_out, store_state
 from attnkit.backends.hopper.tile import (
     copy_tile,
+    faded,
     finish_scores,
     first_key_of,
     mask_scores,
@@ -258,20 +259,23 @@ def consume(
             s = finish_scores(s, tile, sight, slopes, factors, S_LAYOUT, CONFIG)
             if is_cut:
                 s = mask_scores(s, tile, sight, S_LAYOUT, CONFIG)
-            weights, fade, top = online_softmax(s, top, base_scale, True)
+            weights, fade, top = online_softmax(s, top, base_scale, True, TILE_ROWS == 64)
             if TILE_ROWS == 64:
                 total = total * fade + gl.sum(weights, 1)
             else:
                 total = total * gl.expand_dims(fade, 1) + weights
             p = gl.convert_layout(weights.to(P_TYPE), P_LAYOUT)
-            fade = gl.expand_dims(gl.convert_layout(fade, ACC_ROWS), 1)
-            acc = acc * fade
+            fade = gl.convert_layout(fade, ACC_ROWS)
+            if TILE_ROWS == 64:
+                acc = faded(acc, fade)
+            else:
+                acc = acc * gl.expand_dims(fade, 1)
             mbarrier.wait(v_full.index(slot), phase)
             zero_past_end(v_boxes, slot, tile, num_keys, CONFIG)
             if CONFIG.score.window:
                 zero_before_window(v_boxes, slot, tile, first_key, CONFIG)
             if CODED:
-                odd = odd * fade
+                odd = odd * gl.expand_dims(fade, 1)
                 acc, odd = add_coded_values(p, v_tiles.index(slot), acc, odd, ACC_LAYOUT)
             else:
                 acc = add_values(p, v_tiles.index(slot), acc, ACC_LAYOUT, CONFIG)

@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 __all__ = [
     "TensorDescriptor",
     "barrier",
+    "fade_rows",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -113,4 +114,34 @@ def square_root(x):
     """Square root to about one unit in the last place, in one instruction."""
     return gl.inline_asm_elementwise(
         "sqrt.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.constexpr_function
+def _fade_asm(num: int):
+    muls = "".join(f"mul.rn.f32 ${i}, ${i}, ${2 * num + i};" for i in range(num))
+    return (
+        "{ .reg .pred p, q;"
+        f"setp.neu.f32 p, ${2 * num}, 0f3F800000; setp.neu.or.f32 q, ${2 * num + 2}, 0f3F800000, p;"
+        f"vote.sync.any.pred p, q, 0xffffffff; @!p bra done; {muls} done: }}"
+    )
+
+
+@gluon.constexpr_function
+def _fade_constraints(num: int):
+    outs, ties = ",".join(["=r"] * num), ",".join(map(str, range(num)))
+    return f"{outs},{ties},{','.join(['r'] * num)}"
+
+
+@gluon.jit
+def fade_rows(acc, fade, NUM: gl.constexpr):
+    """acc * fade, a factor for each row, which warps whose rows all have 1 jump over.
+
+    acc: as a warpgroup's product lays it out, NUM or a multiple of it in a thread: two of a row, two of
+    the other, and so on.
+    """
+    ASM: gl.constexpr = _fade_asm(NUM)  # pyright: ignore[reportAssignmentType]
+    CONSTRAINTS: gl.constexpr = _fade_constraints(NUM)  # pyright: ignore[reportAssignmentType]
+    return gl.inline_asm_elementwise(
+        ASM, CONSTRAINTS, [acc, gl.expand_dims(fade, 1)], dtype=gl.float32, is_pure=True, pack=NUM
     )

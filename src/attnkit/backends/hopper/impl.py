@@ -6,6 +6,7 @@ most two for attention. Tensor maps of the cache are kept from step to step.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -29,7 +30,8 @@ from attnkit.contract import AttentionLayer, AttentionType
 from attnkit.errors import BatchError, CacheError, UnsupportedConfiguration
 
 if TYPE_CHECKING:
-    from attnkit.backends.hopper.launch import Operands
+    from attnkit.backends.hopper.launch import KernelCall, Operands
+    from attnkit.backends.hopper.repeat import Repeats
 
 _NO_WINDOW = 1 << 29
 """From here on a window is longer than any request, and sums with it would leave int32."""
@@ -53,6 +55,7 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         if variant.sliding_window is not None and variant.sliding_window >= _NO_WINDOW:
             self.variant = replace(variant, sliding_window=None)
         self._scores: dict[bool, ScoreConfig] = {}
+        self._geometries: dict[int, Geometry] = {}
 
     def forward(
         self,
@@ -77,58 +80,58 @@ class HopperImpl(DenseImpl[HopperMetadata]):
             output.zero_()
             return output
         from attnkit.backends.hopper.launch import (
-            Operands,
-            check_strides,
             decode_call,
+            decode_changes,
             prefill_call,
+            prefill_changes,
         )
 
-        check_strides("query", query, BatchError)
-        check_strides("kv_cache", kv_cache, CacheError)
-        stored = self._stored(layer, kv_cache)
-        expected = torch.uint8 if self._is_coded else query.dtype
-        if stored.key.dtype != expected:
-            raise CacheError(
-                f"kv_cache is {kv_cache.dtype}, query is {query.dtype}; the hopper backend reads "
-                f"{expected} for kv_cache_dtype={self.kv_cache_dtype!r}"
-            )
         lse = None
         if self.need_to_return_lse_for_decode:
             lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
         self.variant = self.variant.to(query.device)
         page_size = kv_cache.shape[2]
         plan = attn_metadata.plan(self._geometry(page_size))
-        operands = Operands(
-            query=query,
-            key=stored.key,
-            value=stored.value,
-            output=output,
-            lse=lse,
-            block_table=attn_metadata.block_table,
-            k_scale=stored.k_scale,
-            v_scale=stored.v_scale,
-        )
         shape = (self.head_size, self.group_size, page_size, self._score(lse is not None))
+        table = attn_metadata.block_table
+        operands: Operands | None = None
+
+        def checked() -> Operands:
+            nonlocal operands
+            if operands is None:
+                operands = self._operands(layer, query, kv_cache, output, lse, table)
+            return operands
+
+        kind = (query.dtype, query.stride(), output.stride(), _offset(query, output), lse is None)
         if plan.prefill is not None:
             p = plan.prefill
-            prefill_call(
-                self._unpacked(operands, p, attn_metadata) if self._is_coded else operands,
-                self.variant,
-                p.starts,
-                p.num_programs,
-                p.records,
-                prefill_config(*shape, scaled=self._is_coded),
-            ).launch()
+            config = prefill_config(*shape, scaled=self._is_coded)
+            work = (p.starts, p.num_programs, p.records, config)
+            if self._is_coded:
+                unpacked = self._unpacked(checked(), p, attn_metadata)
+                prefill_call(unpacked, self.variant, *work).launch()
+            else:
+                self._repeats.launch(
+                    ("prefill", *kind),
+                    kv_cache,
+                    (p.num_programs,),
+                    prefill_changes(query, output, lse, table, p.starts, p.records),
+                    lambda: prefill_call(checked(), self.variant, *work),
+                )
         if plan.decode is not None:
             d = plan.decode
-            decode_call(
-                operands,
-                self.variant,
-                d.share,
-                d.pieces,
-                d.states,
-                decode_config(*shape, d.tile_rows, coded=self._is_coded),
-            ).launch()
+            config = decode_config(*shape, d.tile_rows, coded=self._is_coded)
+            work = (d.share, d.pieces, d.states, config)
+            if self._is_coded:
+                decode_call(checked(), self.variant, *work).launch()
+            else:
+                self._repeats.launch(
+                    ("decode", d.tile_rows, *kind),
+                    kv_cache,
+                    d.states.grid,
+                    decode_changes(query, output, lse, table, d.share, d.pieces, d.states),
+                    lambda: decode_call(checked(), self.variant, *work),
+                )
         return output if lse is None else (output, lse)
 
     def do_kv_cache_update(
@@ -139,9 +142,53 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        from attnkit.backends.hopper.launch import write_call
+        from attnkit.backends.hopper.launch import write_call, write_changes, write_grid
 
-        write_call(key, value, self._stored(layer, kv_cache), slot_mapping).launch()
+        def call() -> KernelCall:
+            return write_call(key, value, self._stored(layer, kv_cache), slot_mapping)
+
+        if self._is_coded:
+            call().launch()
+            return
+        self._repeats.launch(
+            ("write", key.dtype, key.stride(), value.stride(), slot_mapping.dtype, _offset(key, value)),
+            kv_cache,
+            write_grid(key, slot_mapping),
+            write_changes(key, value, slot_mapping),
+            call,
+        )
+
+    def _operands(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+        block_table: torch.Tensor,
+    ) -> Operands:
+        """What a step reads and writes, if the copy engine can."""
+        from attnkit.backends.hopper.launch import Operands, check_strides
+
+        check_strides("query", query, BatchError)
+        check_strides("kv_cache", kv_cache, CacheError)
+        stored = self._stored(layer, kv_cache)
+        expected = torch.uint8 if self._is_coded else query.dtype
+        if stored.key.dtype != expected:
+            raise CacheError(
+                f"kv_cache is {kv_cache.dtype}, query is {query.dtype}; the hopper backend reads "
+                f"{expected} for kv_cache_dtype={self.kv_cache_dtype!r}"
+            )
+        return Operands(
+            query=query,
+            key=stored.key,
+            value=stored.value,
+            output=output,
+            lse=lse,
+            block_table=block_table,
+            k_scale=stored.k_scale,
+            v_scale=stored.v_scale,
+        )
 
     @property
     def _is_coded(self) -> bool:
@@ -169,14 +216,23 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         )
 
     def _geometry(self, page_size: int) -> Geometry:
-        return Geometry(
-            num_kv_heads=self.num_kv_heads,
-            group_size=self.group_size,
-            head_size=self.head_size,
-            page_size=page_size,
-            window=self.variant.sliding_window,
-            coded=self._is_coded,
-        )
+        geometry = self._geometries.get(page_size)
+        if geometry is None:
+            geometry = self._geometries[page_size] = Geometry(
+                num_kv_heads=self.num_kv_heads,
+                group_size=self.group_size,
+                head_size=self.head_size,
+                page_size=page_size,
+                window=self.variant.sliding_window,
+                coded=self._is_coded,
+            )
+        return geometry
+
+    @functools.cached_property
+    def _repeats(self) -> Repeats:
+        from attnkit.backends.hopper.repeat import Repeats
+
+        return Repeats()
 
     def _score(self, lse: bool) -> ScoreConfig:
         score = self._scores.get(lse)
@@ -185,6 +241,11 @@ class HopperImpl(DenseImpl[HopperMetadata]):
 
             score = self._scores[lse] = score_config(self.variant, lse=lse)
         return score
+
+
+def _offset(first: torch.Tensor, second: torch.Tensor) -> int:
+    """Bytes that either address is past a multiple of 16."""
+    return (first.data_ptr() | second.data_ptr()) % 16
 
 
 def _refuse(

@@ -101,13 +101,17 @@ class KernelCall:
     options: dict[str, Any]
     device: torch.device
 
-    def launch(self) -> None:
-        """Start it, unless there is nothing to do."""
+    def launch(self) -> Any:
+        """Start it, unless there is nothing to do. Returns what was compiled for it, if anything was."""
         if not all(self.grid):
-            return
-        # Triton launches on the current device, whatever the tensors are on.
-        with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
-            self.kernel[self.grid](**self.arguments, **self.options)
+            return None
+        with current(self.device):
+            return self.kernel[self.grid](**self.arguments, **self.options)
+
+
+def current(device: torch.device) -> torch.cuda.device:
+    """Makes it the current device, on which Triton launches whatever the tensors are on."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
 def score_config(variant: AttentionVariant, *, lse: bool) -> ScoreConfig:
@@ -231,19 +235,36 @@ def prefill_call(
         records: int32 (num_tiles, 8).
         config: made for the layer, the pages and `variant`.
     """
+    o = operands
     return KernelCall(
         kernel=prefill_kernel,
         grid=(num_programs,),
         arguments={
-            **_descriptors(operands, config, config.pack, 64),
-            "starts_ptr": starts,
-            "tiles_ptr": records,
-            **_common(operands, variant),
+            **_common(o, variant),
+            **prefill_changes(o.query, o.output, o.lse, o.block_table, starts, records),
+            **_descriptors(o, config, config.pack, 64),
             "CONFIG": config,
         },
         options=options_of(config),
         device=operands.query.device,
     )
+
+
+def prefill_changes(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    block_table: torch.Tensor,
+    starts: torch.Tensor,
+    records: torch.Tensor,
+) -> dict[str, Any]:
+    """Arguments of `prefill_call` that differ from one step to the next."""
+    return {
+        "q_desc": query,
+        "starts_ptr": starts,
+        "tiles_ptr": records,
+        **_step(output, lse, block_table),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -260,6 +281,11 @@ class States:
     acc: torch.Tensor
     sums: torch.Tensor
     counters: torch.Tensor
+
+    @property
+    def grid(self) -> tuple[int]:
+        """Programs of the decode kernel."""
+        return (self.counters.shape[1] // 2,)
 
     @classmethod
     def make(cls, num_programs: int, config: DecodeConfig, device: torch.device | str) -> States:
@@ -290,24 +316,41 @@ def decode_call(
         states: of as many programs; not to be used by two launches at once.
         config: made for the layer, the pages and `variant`.
     """
-    num_states = states.counters.shape[1]
+    o = operands
     return KernelCall(
         kernel=decode_kernel,
-        grid=(num_states // 2,),
+        grid=states.grid,
         arguments={
-            **_descriptors(operands, config, config.group_size, config.tile_rows),
-            "share_ptr": share,
-            "pieces_ptr": pieces,
-            "states_ptr": states.acc,
-            "sums_ptr": states.sums,
-            "counters_ptr": states.counters,
-            "num_states": num_states,
-            **_common(operands, variant),
+            **_common(o, variant),
+            **decode_changes(o.query, o.output, o.lse, o.block_table, share, pieces, states),
+            **_descriptors(o, config, config.group_size, config.tile_rows),
             "CONFIG": config,
         },
         options=options_of(config),
         device=operands.query.device,
     )
+
+
+def decode_changes(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    block_table: torch.Tensor,
+    share: torch.Tensor,
+    pieces: torch.Tensor,
+    states: States,
+) -> dict[str, Any]:
+    """Arguments of `decode_call` that differ from one step to the next."""
+    return {
+        "q_desc": query,
+        "share_ptr": share,
+        "pieces_ptr": pieces,
+        "states_ptr": states.acc,
+        "sums_ptr": states.sums,
+        "counters_ptr": states.counters,
+        "num_states": states.counters.shape[1],
+        **_step(output, lse, block_table),
+    }
 
 
 def write_call(
@@ -325,20 +368,14 @@ def write_call(
             1; with the layer's scales where it holds codes.
         slot_mapping: int64 or int32 (T,); -1 writes nothing.
     """
-    num_tokens, num_kv_heads = slot_mapping.shape[0], key.shape[1]
     key_cache, value_cache = stored.key, stored.value
-    # 16 KiB of keys a program: 16-byte accesses of 128 threads, eight each.
-    block = 8192 // key.shape[2]
     return KernelCall(
         kernel=write_kernel,
-        grid=(triton.cdiv(num_tokens * num_kv_heads, block),),
+        grid=write_grid(key, slot_mapping),
         arguments={
-            "key_ptr": key,
-            "value_ptr": value,
+            **write_changes(key, value, slot_mapping),
             "k_ptr": key_cache,
             "v_ptr": value_cache,
-            "slot_mapping_ptr": slot_mapping,
-            "num_tokens": num_tokens,
             "key_stride_token": key.stride(0),
             "key_stride_head": key.stride(1),
             "value_stride_token": value.stride(0),
@@ -350,15 +387,37 @@ def write_call(
             "v_stride_row": value_cache.stride(2),
             "v_stride_head": value_cache.stride(1),
             **_scales(stored.k_scale, stored.v_scale, key_cache),
-            "NUM_KV_HEADS": num_kv_heads,
+            "NUM_KV_HEADS": key.shape[1],
             "HEAD_SIZE": key.shape[2],
             "PAGE_SIZE": key_cache.shape[2],
-            "BLOCK": block,
+            "BLOCK": _write_block(key),
             "CODED": stored.k_scale is not None,
         },
         options={"num_warps": 4},
         device=key.device,
     )
+
+
+def write_grid(key: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[int]:
+    """Programs of the write kernel."""
+    return (triton.cdiv(slot_mapping.shape[0] * key.shape[1], _write_block(key)),)
+
+
+def write_changes(
+    key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+) -> dict[str, Any]:
+    """Arguments of `write_call` that differ from one step to the next."""
+    return {
+        "key_ptr": key,
+        "value_ptr": value,
+        "slot_mapping_ptr": slot_mapping,
+        "num_tokens": slot_mapping.shape[0],
+    }
+
+
+def _write_block(key: torch.Tensor) -> int:
+    # 16 KiB of keys a program: 16-byte accesses of 128 threads, eight each.
+    return 8192 // key.shape[2]
 
 
 def unpack_call(
@@ -454,20 +513,27 @@ def _pool_descriptor(pool: torch.Tensor, config: KernelConfig) -> Any:
     )
 
 
+def _step(
+    output: torch.Tensor, lse: torch.Tensor | None, block_table: torch.Tensor
+) -> dict[str, Any]:
+    return {
+        "table_ptr": block_table,
+        "table_stride": block_table.stride(0),
+        "out_ptr": output,
+        # Roles cannot be handed None, so what a kernel does not have is some pointer it never reads.
+        "lse_ptr": output if lse is None else lse,
+    }
+
+
 def _common(o: Operands, variant: AttentionVariant) -> dict[str, Any]:
     window = variant.sliding_window
     cap = variant.logits_soft_cap
     linear = cap is None and variant.alibi_slopes is None and variant.scale > 0
     factor = variant.scale * LOG2_E
     return {
-        "table_ptr": o.block_table,
-        "table_stride": o.block_table.stride(0),
         "num_pages": o.key.shape[0],
-        "out_ptr": o.output,
         "out_stride_token": o.output.stride(0),
         "out_stride_head": o.output.stride(1),
-        # Roles cannot be handed None, so what a kernel does not have is some pointer it never reads.
-        "lse_ptr": o.output if o.lse is None else o.lse,
         "lse_stride_token": 0 if o.lse is None else o.lse.stride(0),
         "slopes_ptr": o.output if variant.alibi_slopes is None else variant.alibi_slopes,
         "sinks_ptr": o.output if variant.sinks is None else variant.sinks,

@@ -37,6 +37,7 @@ from attnkit.backends.hopper.gluon_api import (
 )
 from attnkit.backends.hopper.tile import (
     copy_tile,
+    faded,
     finish_rows,
     finish_scores,
     first_key_of,
@@ -256,14 +257,14 @@ def attend_tile(
     mbarrier.wait(k_full.index(slot), phase)
     take_turn(step, ME, CONFIG)
     s = start_scores(q_tiles, q_index, k_tiles, slot, S_LAYOUT, CONFIG)
-    acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, P_LAYOUT.parent)), 1)
+    acc = faded(acc, gl.convert_layout(fade, gl.SliceLayout(1, P_LAYOUT.parent)))
     acc = warpgroup_mma(p, v_tiles.index(slot_before), acc, is_async=True)
     pass_turn(step, ME, CONFIG)
     s = warpgroup_mma_wait(1, deps=(s,))
     s = finish_scores(s, tile, sight, slopes, factors, S_LAYOUT, CONFIG)
     if MASKED:
         s = mask_scores(s, tile, sight, S_LAYOUT, CONFIG)
-    weights, fade, top = online_softmax(s, top, factors[0], MASKED)
+    weights, fade, top = online_softmax(s, top, factors[0], MASKED, CONFIG.lazy)
     total = add_weights(total, fade, weights, CONFIG)
     mbarrier.wait(v_full.index(slot), phase)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
@@ -458,7 +459,7 @@ def consume(
         slot = (step - 1) & (CONFIG.stages - 1)
         if CONFIG.score.window:
             zero_before_window(v_rows, slot, first_tile, first_key, VALUES)
-        acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, ACC_LAYOUT)), 1)
+        acc = faded(acc, gl.convert_layout(fade, gl.SliceLayout(1, ACC_LAYOUT)))
         p = gl.convert_layout(weights.to(v_tiles.dtype), P_LAYOUT)
         acc = warpgroup_mma(p, v_tiles.index(slot), acc, is_async=True)
         sinks = top

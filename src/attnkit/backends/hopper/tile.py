@@ -17,6 +17,7 @@ Scores are kept in units of `log2_scale`: a weight is exp2((score - max) * log2_
 
 from attnkit.backends.hopper.gluon_api import (
     barrier,
+    fade_rows,
     fence_async_shared,
     gl,
     gluon,
@@ -169,21 +170,37 @@ def mask_scores(s, tile, sight, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def online_softmax(s, top, log2_scale, MASKED: gl.constexpr):
+def online_softmax(s, top, log2_scale, MASKED: gl.constexpr, LAZY: gl.constexpr = False):
     """One step of the running softmax.
 
     MASKED: rows may have seen no key yet; their maximum is -inf and 0 is subtracted instead.
+    LAZY: a row's maximum stays what it was until it would rise by more than a factor of 2 ** 8 of the
+    weights, which then are up to that; almost every `fade` is then 1 (`fade_rows`).
 
     Returns:
         weights, what earlier sums are multiplied by, and the new maximum.
     """
-    new_top = gl.maximum(top, gl.max(s, 1))
+    new_top = gl.max(s, 1)
+    if LAZY:
+        rises = (new_top - top) * log2_scale > 8.0
+        new_top = gl.where(rises, new_top, top)
+    else:
+        new_top = gl.maximum(top, new_top)
     base = new_top * log2_scale
     if MASKED:
         base = gl.where(new_top == float("-inf"), 0.0, base)
     fade = gl.exp2(top * log2_scale - base)
+    if LAZY:
+        fade = gl.where(rises, fade, 1.0)
     weights = gl.exp2(s * log2_scale - gl.expand_dims(base, 1))
     return weights, fade, new_top
+
+
+@gluon.jit
+def faded(acc, fade):
+    """A warpgroup's accumulator times the `fade` of a lazy step, in the layout of its rows."""
+    NUM: gl.constexpr = min(64, acc.shape[0] * acc.shape[1] // 128)
+    return fade_rows(acc, fade, NUM)
 
 
 @gluon.jit
