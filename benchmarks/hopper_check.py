@@ -1,10 +1,12 @@
 """The hopper kernels on a card, in one call: every variant checked, then variants and rivals timed.
 
-    python benchmarks/hopper_check.py check time --jobs 14 --json out.json [--peers .peers]
+    python benchmarks/hopper_check.py check stress time --jobs 14 --json out.json [--peers .peers]
 
 check: batches of ragged lengths, in processes side by side since most of the time is compilation. Free
 pages, tails, the null block and keys left of every window are NaN, outputs start as NaN, and a float64
 oracle on the card judges. Every case runs twenty times and must give equal bits.
+stress: the same batches again and again in several processes at once, which must give equal bits: a copy
+that comes too early or too late shows when others get in its way, one run in hundreds.
 time: prefill and decode shapes with other tile choices, beside FlashAttention-3 and cuDNN (through
 `peers.py`), all in turns; then the sweeps in which cliffs would show, the cache write and host costs.
 """
@@ -521,6 +523,43 @@ def check(jobs: int) -> list[dict[str, Any]]:
     return reports
 
 
+def stress_some(work: tuple[str, float]) -> dict[str, tuple[int, int]]:
+    """Run the cases whose name begins so for some seconds: runs of each, and those with other bits."""
+    prefix, seconds = work
+    cases = [(name, b) for name, b in check_cases() if name.startswith(prefix)]
+    made = [(name, b, make(b, poison=True), make_builder(b)) for name, b in cases]
+    first: dict[str, torch.Tensor] = {}
+    counts = {name: (0, 0) for name, _ in cases}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for name, b, t, builder in made:
+            for _ in range(20):
+                t.output.fill_(NAN)
+                for call in calls(b, t, builder.build(0, t.batch).plan(b.geometry)):
+                    call.launch()
+                now = t.output.view(torch.int16)
+                same = torch.equal(first.setdefault(name, now.clone()), now)
+                num_runs, num_bad = counts[name]
+                counts[name] = (num_runs + 1, num_bad + (not same))
+    return counts
+
+
+def stress(seconds: float = 25.0) -> dict[str, tuple[int, int]]:
+    """Eight processes: four of decodes, four of everything."""
+    found: dict[str, tuple[int, int]] = {}
+    with multiprocessing.get_context("spawn").Pool(8) as pool:
+        for counts in pool.imap_unordered(stress_some, [("decode", seconds), ("", seconds)] * 4):
+            for name, pair in counts.items():
+                before = found.get(name, (0, 0))
+                found[name] = (before[0] + pair[0], before[1] + pair[1])
+    bad = {name: pair for name, pair in found.items() if pair[1]}
+    print(
+        f"stress: {sum(p[0] for p in found.values())} runs; with other bits: {bad or 'none'}",
+        flush=True,
+    )
+    return found
+
+
 # Timing
 
 
@@ -546,7 +585,25 @@ DECODE = {
 
 def prefill_variants(config: PrefillConfig) -> dict[str, PrefillConfig]:
     """Other choices to measure beside the one that `tuning` makes."""
-    found = {"not lazy": replace(config, lazy=False)}
+    found = {
+        "turns" if not config.turns else "no turns": replace(config, turns=not config.turns),
+    }
+    if config.head_size < 256:
+        found["two Q"] = replace(config, q_stages=2)
+    if config.head_size == 64:
+        two = replace(
+            config,
+            num_consumers=2,
+            block_n=128,
+            rows=math.gcd(config.page_size, 128),
+            stages=2,
+            maxnreg=168,
+            consumer_registers=240,
+            producer_registers=24,
+        )
+        found["2 consumers"] = two
+        found["2 consumers, no turns"] = replace(two, turns=False)
+        found["two Q, no turns"] = replace(config, q_stages=2, turns=False)
     return found
 
 
@@ -947,7 +1004,9 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="+", choices=["check", "time", "prefill", "decode", "host"])
+    parser.add_argument(
+        "what", nargs="+", choices=["check", "stress", "time", "prefill", "decode", "host"]
+    )
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--json", default="hopper-check.json")
     parser.add_argument("--peers", help="folder of peers.py")
@@ -965,6 +1024,8 @@ def main() -> None:
         if "check" in options.what:
             record["checks"] = check(options.jobs)
             print(f"{time.perf_counter() - started:.0f} s", flush=True)
+        if "stress" in options.what:
+            record["stress"] = stress()
         what = {"prefill", "decode", "host"} if "time" in options.what else set(options.what)
         rivals = load_rivals(options.peers) if what & {"prefill", "decode"} else {}
         if "prefill" in what:

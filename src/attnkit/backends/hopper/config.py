@@ -81,7 +81,6 @@ class PrefillConfig(KernelConfig):
         num_consumers: warpgroups that attend, of 64 rows each.
         q_stages: row tiles of Q in a ring, 1 or 2; with 2 the next one's Q is there when it begins.
         turns: consumers issue their products one after the other.
-        lazy: see `tile.online_softmax`.
     """
 
     value_size: int
@@ -89,7 +88,6 @@ class PrefillConfig(KernelConfig):
     num_consumers: int
     q_stages: int
     turns: bool
-    lazy: bool = True
 
     @property
     def values(self) -> PrefillConfig:
@@ -109,7 +107,8 @@ class DecodeConfig(KernelConfig):
 
     Attributes:
         tile_rows: of a row tile: 64 for products of a warpgroup (wgmma), 16 for products of a warp.
-        q_in_registers: Q is read out of shared memory at once, so that the next piece's can follow.
+        q_in_registers: Q is read out of shared memory at once, so that the next piece's can follow after
+            the first product.
     """
 
     tile_rows: int

@@ -34,7 +34,6 @@ from attnkit.backends.hopper.pieces import my_share, read_piece, read_split, rea
 from attnkit.backends.hopper.states import merge_unit, place_of_state, store_out, store_state
 from attnkit.backends.hopper.tile import (
     copy_tile,
-    faded,
     finish_scores,
     first_key_of,
     mask_scores,
@@ -244,46 +243,43 @@ def consume(
         mbarrier.wait(q_full, num_done & 1)
         q = q_tile
         if CONFIG.q_in_registers:
-            # So that the next piece's Q can be on its way from here on.
             q = q_tile.load(Q_LAYOUT)
-            mbarrier.arrive(q_empty, count=1)
         for n in range(0, num_tiles):
             tile = first_tile + n
             slot = step % CONFIG.stages
             phase = (step // CONFIG.stages) & 1
             mbarrier.wait(k_full.index(slot), phase)
             s = multiply_keys(q, k_tiles.index(slot), S_LAYOUT, CONFIG)
+            # From here on the next piece's Q may be on its way. Not from the load into registers: a
+            # load that has been issued may still read, and the copy engine does not queue behind it.
+            if n == (0 if CONFIG.q_in_registers else num_tiles - 1):
+                mbarrier.arrive(q_empty, count=1)
             is_cut = tile * BLOCK_N + BLOCK_N > end_whole
             if CONFIG.score.window:
                 is_cut = is_cut | (tile * BLOCK_N < first_whole)
             s = finish_scores(s, tile, sight, slopes, factors, S_LAYOUT, CONFIG)
             if is_cut:
                 s = mask_scores(s, tile, sight, S_LAYOUT, CONFIG)
-            weights, fade, top = online_softmax(s, top, base_scale, True, TILE_ROWS == 64)
+            weights, fade, top = online_softmax(s, top, base_scale, True)
             if TILE_ROWS == 64:
                 total = total * fade + gl.sum(weights, 1)
             else:
                 total = total * gl.expand_dims(fade, 1) + weights
             p = gl.convert_layout(weights.to(P_TYPE), P_LAYOUT)
-            fade = gl.convert_layout(fade, ACC_ROWS)
-            if TILE_ROWS == 64:
-                acc = faded(acc, fade)
-            else:
-                acc = acc * gl.expand_dims(fade, 1)
+            fade = gl.expand_dims(gl.convert_layout(fade, ACC_ROWS), 1)
+            acc = acc * fade
             mbarrier.wait(v_full.index(slot), phase)
             zero_past_end(v_boxes, slot, tile, num_keys, CONFIG)
             if CONFIG.score.window:
                 zero_before_window(v_boxes, slot, tile, first_key, CONFIG)
             if CODED:
-                odd = odd * gl.expand_dims(fade, 1)
+                odd = odd * fade
                 acc, odd = add_coded_values(p, v_tiles.index(slot), acc, odd, ACC_LAYOUT)
             else:
                 acc = add_values(p, v_tiles.index(slot), acc, ACC_LAYOUT, CONFIG)
             # K and V at once: each arrival costs barriers of the whole warpgroup.
             mbarrier.arrive(empty.index(slot), count=1)
             step += 1
-        if not CONFIG.q_in_registers:
-            mbarrier.arrive(q_empty, count=1)
 
         if TILE_ROWS != 64:
             total = gl.sum(total, 1)

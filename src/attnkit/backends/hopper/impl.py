@@ -151,7 +151,14 @@ class HopperImpl(DenseImpl[HopperMetadata]):
             call().launch()
             return
         self._repeats.launch(
-            ("write", key.dtype, key.stride(), value.stride(), slot_mapping.dtype, _offset(key, value)),
+            (
+                "write",
+                key.dtype,
+                key.stride(),
+                value.stride(),
+                slot_mapping.dtype,
+                _offset(key, value),
+            ),
             kv_cache,
             write_grid(key, slot_mapping),
             write_changes(key, value, slot_mapping),

@@ -41,7 +41,6 @@ from attnkit.backends.hopper.pieces import my_share, read_piece, read_split, rea
 from attnkit.backends.hopper.states import place_of_state, store_out, store_state
 from attnkit.backends.hopper.tile import (
     copy_tile,
-    faded,
     mask_scores,
     online_softmax,
     pages_of_tile,
@@ -150,8 +149,8 @@ def add_others_block(
     named_barrier_sync(block, 8 + OTHER, 256)
     highest = their_top.load(ROW_LAYOUT)
     base = gl.where(highest == float("-inf"), 0.0, highest * log2_scale)
-    fade = gl.where(highest == top, 1.0, gl.exp2(top * log2_scale - base))
-    acc = faded(acc, gl.convert_layout(fade, ACC_ROWS))
+    fade = gl.exp2(top * log2_scale - base)
+    acc = acc * gl.expand_dims(gl.convert_layout(fade, ACC_ROWS), 1)
     zero_past_end(mine_boxes, OTHER, block, num_keys, HALF)
     # This half has long been there for the other consumer's scores; here it is said to this one.
     mbarrier.wait(full.index(3 * OTHER + 1), phase)
@@ -181,7 +180,7 @@ def weigh_block(
     """
     if block * CONFIG.block_n + CONFIG.block_n > end_whole:
         s = mask_scores(s, block, sight, S_LAYOUT, CONFIG)
-    weights, fade, top = online_softmax(s, top, log2_scale, True, True)
+    weights, fade, top = online_softmax(s, top, log2_scale, True)
     p = weights.to(rope_tiles.dtype)
     rope_tiles.index(ME).store(p)
     my_top.store(top)
@@ -303,7 +302,7 @@ def consume(
                 my_top,
                 log2_scale,
             )
-            acc = faded(acc, gl.convert_layout(fade, ACC_ROWS))
+            acc = acc * gl.expand_dims(gl.convert_layout(fade, ACC_ROWS), 1)
             zero_past_end(mine_boxes, ME, block, num_keys, HALF)
             p = gl.convert_layout(p, P_LAYOUT)
             acc = warpgroup_mma(p, mine_tiles.index(own), acc, is_async=True)

@@ -174,8 +174,8 @@ def online_softmax(s, top, log2_scale, MASKED: gl.constexpr, LAZY: gl.constexpr 
     """One step of the running softmax.
 
     MASKED: rows may have seen no key yet; their maximum is -inf and 0 is subtracted instead.
-    LAZY: a row's maximum stays what it was until it would rise by more than a factor of 2 ** 8 of the
-    weights, which then are up to that; almost every `fade` is then 1 (`fade_rows`).
+    LAZY: a row's maximum stays what it was until it would rise by more than 8 powers of 2. A weight is
+    then at most 256 instead of 1, which rounds alike, and `fade` is almost always 1 (see `faded`).
 
     Returns:
         weights, what earlier sums are multiplied by, and the new maximum.
