@@ -570,8 +570,14 @@ def _wide(count: int) -> tuple[torch.Tensor, ...]:
 def test_what_is_no_plan_is_named_and_nothing_is_written(backend: str, attn_type: str) -> None:
     layer = _layer(backend, head_size=2 * SIZE, attn_type=attn_type)
     cache = torch.zeros(9, KV_HEADS, BLOCK, 4 * SIZE)
-    for plan in (3, {}, "plan", layer):
-        named = f"got {type(plan).__name__} as its plan, which has no .*; pass what layer.build"
+    batch = make_batch([5], [5], [[3, 8]], BLOCK)
+    other = _layer("reference" if backend == "cpu" else "cpu").build(batch)
+    for plan in (3, {}, "plan", layer, other, *([] if backend == "reference" else [batch])):
+        is_batch = isinstance(plan, CommonAttentionMetadata)
+        given = "a batch" if is_batch else type(plan).__name__
+        named = (
+            f"got {given} as its plan, and plans of backend {backend} are .*; pass what layer.build"
+        )
         with pytest.raises(BatchError, match=named):
             layer(*_wide(5), cache, plan)
         plans: Any = {layer.layer_name: plan}
@@ -581,7 +587,7 @@ def test_what_is_no_plan_is_named_and_nothing_is_written(backend: str, attn_type
         ):
             layer(*_wide(5))
     assert not cache.any()
-    plan = layer.build(make_batch([5], [5], [[3, 8]], BLOCK))
+    plan = layer.build(batch)
     with pytest.raises(BatchError, match="got dict as its cache"):
         layer(*_wide(5), {}, plan)
     with pytest.raises(BatchError, match="got int as `quantized`"):

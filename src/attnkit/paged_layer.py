@@ -7,6 +7,7 @@ when a checkpoint is loaded, and the handle by which a compiled graph finds the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -26,7 +27,6 @@ from attnkit.contract import (
     AttentionSpec,
     AttentionType,
     CommonAttentionMetadata,
-    CommonMetadataBuilder,
     VllmConfig,
 )
 from attnkit.errors import BatchError, ConfigurationError, UnsupportedConfiguration
@@ -337,22 +337,27 @@ class PagedLayer(nn.Module):
             BatchError: cache and plan are not of this step.
         """
         kv_cache, plan = self._step_of(kv_cache, attn_metadata)
-        try:
-            self._run(query, key, value, output, lse, kv_cache, plan, *scales)
-        except AttributeError as error:
-            # Of some backends the batch is the plan: the fault is then their own.
-            is_batch = isinstance(plan, CommonAttentionMetadata)
-            own = is_batch and issubclass(self.backend.get_builder_cls(), CommonMetadataBuilder)
-            if own or error.obj is not plan:
-                raise
-            given = "a batch" if is_batch else type(plan).__name__
-            raise BatchError(
-                f"layer {self.layer_name} got {given} as its plan, which has no {error.name}; pass what "
-                "layer.build(batch) gives"
-            ) from error
+        if plan is not None:
+            self._check_plan(plan)
+        self._run(query, key, value, output, lse, kv_cache, plan, *scales)
         num_planned = getattr(plan, "num_actual_tokens", None)
         if num_planned is not None and num_planned < output.shape[0]:
             output[num_planned:].zero_()
+
+    @functools.cached_property
+    def _plan_cls(self) -> type | None:
+        return self.backend.get_builder_cls().get_plan_cls()
+
+    def _check_plan(self, plan: Any) -> None:
+        """Whether it is one of the backend's own, as far as its builder says what those are."""
+        wanted = self._plan_cls
+        if wanted is None or isinstance(plan, wanted):
+            return
+        given = "a batch" if isinstance(plan, CommonAttentionMetadata) else type(plan).__name__
+        raise BatchError(
+            f"layer {self.layer_name} got {given} as its plan, and plans of backend "
+            f"{self.selection.name} are {wanted.__name__}; pass what layer.build(batch) gives"
+        )
 
     def _check_num_rows(self, query: torch.Tensor, attn_metadata: Any) -> None:
         num_planned = getattr(attn_metadata, "num_actual_tokens", 0)
