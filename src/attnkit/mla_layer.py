@@ -41,7 +41,7 @@ from attnkit.kvcache.formats import LATENT_FORMATS
 from attnkit.mla.prefill_backend import MLAPrefillBackend
 from attnkit.mla.projection import KvBProjection
 from attnkit.output_quant import QuantizedOutput
-from attnkit.paged_layer import PagedLayer, logical_page
+from attnkit.paged_layer import PagedLayer, logical_page, without_gradients
 from attnkit.prefill_selection import select_prefill
 from attnkit.selection import AttentionRequest, Choose, select
 
@@ -316,7 +316,7 @@ class MLAAttention(PagedLayer):
             output = output.flatten(1)
         return output if lse is None else (output, lse)
 
-    @torch.no_grad()
+    @without_gradients
     def _run(
         self,
         query: torch.Tensor,

@@ -37,6 +37,21 @@ _COUNTER = itertools.count()
 _SCALES = ("_q_scale", "_k_scale", "_v_scale")
 
 
+def without_gradients(function: Callable[..., None]) -> Callable[..., None]:
+    """`torch.no_grad` for what runs in every layer of a step: where no gradient is recorded anyway it
+    costs nothing, and torch's decorator as much as a small kernel."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> None:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                function(*args)
+        else:
+            function(*args)
+
+    return run
+
+
 class PagedLayer(nn.Module):
     """A layer over a paged cache, for inference: no gradient flows through it.
 
@@ -297,12 +312,9 @@ class PagedLayer(nn.Module):
     ) -> tuple[torch.Tensor | None, Any | None]:
         """Cache and plan of a call: its own, else those of the `forward_context` around it."""
         context = current_forward_context()
-        if context is None and attn_metadata is None and kv_cache is not None:
-            raise BatchError(
-                f"layer {self.layer_name} got a cache and no plan; pass layer.build(batch) too, or "
-                "neither for a profiling run"
-            )
-        if context is not None:
+        if context is None:
+            self._check_outside(kv_cache, attn_metadata)
+        else:
             if attn_metadata is None:
                 attn_metadata = context.plan_of(self.layer_name)
             if kv_cache is None:
@@ -318,6 +330,14 @@ class PagedLayer(nn.Module):
                 f"cache[{self.cache_name!r}], and the plan behind it"
             )
         return kv_cache, attn_metadata
+
+    def _check_outside(self, kv_cache: torch.Tensor | None, attn_metadata: Any | None) -> None:
+        """Whether a call that no `forward_context` is around has what it needs."""
+        if attn_metadata is None and kv_cache is not None:
+            raise BatchError(
+                f"layer {self.layer_name} got a cache and no plan; pass layer.build(batch) too, or "
+                "neither for a profiling run"
+            )
 
     def _fill(
         self,
@@ -413,6 +433,13 @@ class PagedLayer(nn.Module):
 
     def _heads(self, name: str, x: torch.Tensor, heads: int, size: int) -> torch.Tensor:
         """`x` as (num_tokens, heads, size)."""
+        if (
+            isinstance(x, torch.Tensor)
+            and x.dtype is self.dtype
+            and x.shape[1:] == (heads, size)
+            and x.device == self.device
+        ):
+            return x
         if not isinstance(x, torch.Tensor):
             raise BatchError(
                 f"{name} of layer {self.layer_name} is {type(x).__name__}; give a torch.Tensor"
