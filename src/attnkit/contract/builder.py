@@ -73,8 +73,8 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
                 origin = get_origin(parent)
                 if isinstance(origin, type) and issubclass(origin, AttentionMetadataBuilder):
                     plan = get_args(parent)[0]
-                    is_class = isinstance(plan, type) and plan is not Any
-                    return plan if is_class and not getattr(plan, "_is_protocol", False) else None
+                    is_protocol = getattr(plan, "_is_protocol", False)
+                    return plan if isinstance(plan, type) and plan != Any and not is_protocol else None
         return None
 
     def set_kernel_block_size(self, kernel_block_size: int) -> None:
