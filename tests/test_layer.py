@@ -48,6 +48,10 @@ class SplitImpl(ReferenceImpl):
         return super().forward(layer, query, None, None, *rest)  # type: ignore[arg-type]
 
 
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 class LayerWrites(ReferenceBackend):
     """The layer is asked to write K and V before forward, which reads the cache alone."""
 
@@ -527,11 +531,25 @@ def test_keys_must_reach_as_far_as_the_slots() -> None:
             "slot_mapping; give 6 of torch.int64",
         ),
         ({"block_table_tensor": torch.ones(2, 2)}, "torch.float32 in block_table_tensor"),
+        (
+            {"query_start_loc_cpu": ints(0, 7, 6)},
+            r"\[0, 7, 6\]; give offsets from 0 that do not fall",
+        ),
+        ({"query_start_loc_cpu": ints(1, 5, 6)}, r"\[1, 5, 6\]; give offsets from 0"),
+        ({"num_actual_tokens": 5}, "num_actual_tokens of the batch is 5, .* 6 at least"),
+        ({"max_query_len": 4}, "max_query_len of the batch is 4, .* 5 at least"),
+        ({"max_seq_len": 4}, "request 0 of the batch has 5 tokens, beside a max_seq_len of 4"),
+        ({"seq_lens": ints(5, -1)}, "request 1 of the batch has -1 tokens"),
+        (
+            {"seq_lens": ints(5, 9), "max_seq_len": 9},
+            "request 1 of the batch has 9 tokens, .* 2 blocks of 4",
+        ),
     ],
 )
 def test_batches_that_contradict_themselves_are_not_planned(
     changes: dict[str, Any], named: str
 ) -> None:
+    """BR-050 and BR-116, where a batch was not made by `make_batch`."""
     batch = make_batch([5, 1], [5, 1], [[3, 8], [1]], BLOCK).replace(**changes)
     with pytest.raises(BatchError, match=named):
         _layer().build(batch)

@@ -13,11 +13,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from attnkit.arguments import check_count, check_dtype, check_kind, check_text
+from attnkit.batch_checks import check_batch, check_freed, check_lengths
 from attnkit.compiled import current_forward_context, new_handle, order_token
 from attnkit.contract import (
     AttentionBackend,
@@ -202,12 +202,16 @@ class PagedLayer(nn.Module):
 
         Raises:
             BatchError: the batch's tensors are too short for its tokens or requests, or of other
-                dtypes than `CommonAttentionMetadata` says; or it has a mask that the layer was not
-                built for, or the null block where the layer looks.
+                dtypes than `CommonAttentionMetadata` says; or its lengths contradict each other; or it
+                has a mask that the layer was not built for, or the null block where the layer looks.
         """
-        _check_batch(common_attn_metadata, self.block_size)
+        check_batch(common_attn_metadata, self.block_size)
         self._check_masks(common_attn_metadata)
-        self._check_freed(common_attn_metadata)
+        if (
+            self.attn_type is AttentionType.DECODER
+        ):  # Others have other keys than the batch's tokens.
+            check_lengths(common_attn_metadata, self.block_size)
+            check_freed(common_attn_metadata, self)
         if self._builder is None:
             self._builder = self.make_builder()
         return self._builder.build(0, common_attn_metadata)
@@ -238,41 +242,6 @@ class PagedLayer(nn.Module):
                 f"the batch has {has}, and layer {self.layer_name} was built with{was} use_rswa; "
                 "prefixes are for the batches of layers with use_rswa=True, and for all of those"
             )
-
-    def _check_freed(self, batch: CommonAttentionMetadata) -> None:
-        """Whether a query sees a position whose page the batch says is freed; host numbers alone."""
-        if batch.freed_cpu is None or self.attn_type is not AttentionType.DECODER:
-            return
-        start, end = batch.freed_cpu.T
-        query_lens = batch.query_start_loc_cpu.numpy()[1:] - batch.query_start_loc_cpu.numpy()[:-1]
-        # Of the first query, which looks back furthest.
-        position = batch.host_seq_lens("freed_cpu").numpy() - query_lens
-        seen = (end > self._first_seen(batch, position)) | (start < self._prefix(batch))
-        for row in np.flatnonzero(seen & (start < end) & (query_lens > 0)):
-            raise BatchError(
-                f"request {row} has the null block for positions {start[row]} to {end[row] - 1}, and "
-                f"layer {self.layer_name} looks at some of them from position {position[row]}; give the "
-                "blocks of all it sees"
-            )
-
-    def _prefix(self, batch: CommonAttentionMetadata) -> np.ndarray | int:
-        """First tokens that all later ones see, of each request, where the host knows."""
-        prefixes = batch.rswa_prefix_lens if self.use_rswa else None
-        known = prefixes is not None and prefixes.device.type == "cpu"
-        return prefixes.numpy() if known else 0  # type: ignore[union-attr]
-
-    def _first_seen(self, batch: CommonAttentionMetadata, position: np.ndarray) -> np.ndarray:
-        """The first key that a query of each request sees, apart from the prefix of R-SWA."""
-        if self.sliding_window is not None:
-            first = position - self.sliding_window + 1
-        elif self.attention_chunk_size is not None:
-            first = position // self.attention_chunk_size * self.attention_chunk_size
-        else:
-            first = np.zeros_like(position)
-        for row, ranges in (batch.mm_req_doc_ranges or {}).items():
-            inside = [start for start, end in ranges if end >= position[row]]
-            first[row] = min([first[row], *inside])
-        return first
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Call once when a checkpoint is loaded: scales are checked, and host copies follow them.
@@ -472,32 +441,6 @@ def _check_vllm_config(vllm_config: Any | None) -> None:
 def _host_scale(scale: torch.Tensor) -> float:
     """The host copy of a scale. No one number stands for several: NaN shows where it is used as one."""
     return float(scale) if scale.dim() == 0 else math.nan
-
-
-def _check_batch(batch: CommonAttentionMetadata, block_size: int) -> None:
-    """Shapes, dtypes and the page size only: nothing waits for the device."""
-    if not isinstance(batch, CommonAttentionMetadata):
-        raise BatchError(
-            f"build got {type(batch).__name__}; give a CommonAttentionMetadata, from make_batch say"
-        )
-    if batch.block_size not in (None, block_size):
-        raise BatchError(
-            f"the batch speaks of blocks of {batch.block_size} tokens, the layer has blocks of "
-            f"{block_size}; make both with the same block_size"
-        )
-    num_tokens = int(batch.query_start_loc_cpu[-1])
-    for name, needed, dtype in (
-        ("slot_mapping", num_tokens, torch.int64),
-        ("seq_lens", batch.num_reqs, torch.int32),
-        ("block_table_tensor", batch.num_reqs, torch.int32),
-        ("query_start_loc", batch.num_reqs + 1, torch.int32),
-    ):
-        tensor: torch.Tensor = getattr(batch, name)
-        if tensor.shape[0] < needed or tensor.dtype != dtype:
-            raise BatchError(
-                f"the batch of {batch.num_reqs} requests and {num_tokens} tokens has "
-                f"{tensor.shape[0]} entries of {tensor.dtype} in {name}; give {needed} of {dtype}"
-            )
 
 
 def logical_page(

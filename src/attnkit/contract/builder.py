@@ -74,7 +74,9 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
                 if isinstance(origin, type) and issubclass(origin, AttentionMetadataBuilder):
                     plan = get_args(parent)[0]
                     is_protocol = getattr(plan, "_is_protocol", False)
-                    return plan if isinstance(plan, type) and plan != Any and not is_protocol else None
+                    return (
+                        plan if isinstance(plan, type) and plan != Any and not is_protocol else None
+                    )
         return None
 
     def set_kernel_block_size(self, kernel_block_size: int) -> None:
