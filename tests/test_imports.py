@@ -41,7 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "batch": {"errors", "arguments", "contract", "upload"},
     "kvcache": {"errors", "arguments", "contract"},
     "output_quant": {"errors", "contract", "kvcache"},
-    "mla": {"errors", "arguments", "contract", "kvcache", "upload"},
+    "mla": {"errors", "arguments", "contract", "kvcache", "upload", "output_quant"},
     "backends": {
         "errors",
         "arguments",

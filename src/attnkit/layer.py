@@ -411,7 +411,9 @@ class Attention(PagedLayer):
         *scales: torch.Tensor | None,
     ) -> None:
         if attn_metadata is None:
-            output.zero_()
+            for written in (output, *scales[1:]):
+                if written is not None:
+                    written.zero_()
             return
         self._check_step(query, key, kv_cache, attn_metadata)
         if kv_cache is None:

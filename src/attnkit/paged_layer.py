@@ -320,7 +320,7 @@ class PagedLayer(nn.Module):
         *scales: torch.Tensor | None,
     ) -> None:
         """`_run`, and zeros in rows past the plan's tokens, which backends leave as they are; what the
-        custom op stands for. `scales` are the two of a quantised output.
+        custom op stands for. `scales` are the two of a quantised output, which is then codes.
 
         Raises:
             BatchError: cache and plan are not of this step.
@@ -331,7 +331,9 @@ class PagedLayer(nn.Module):
         self._run(query, key, value, output, lse, kv_cache, plan, *scales)
         num_planned = getattr(plan, "num_actual_tokens", None)
         if num_planned is not None and num_planned < output.shape[0]:
-            output[num_planned:].zero_()
+            for written in (output, *scales[1:]):
+                if written is not None:
+                    written[num_planned:].zero_()
 
     @functools.cached_property
     def _plan_cls(self) -> type | None:
