@@ -48,6 +48,10 @@ class SplitImpl(ReferenceImpl):
         return super().forward(layer, query, None, None, *rest)  # type: ignore[arg-type]
 
 
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 class LayerWrites(ReferenceBackend):
     """The layer is asked to write K and V before forward, which reads the cache alone."""
 
@@ -527,11 +531,25 @@ def test_keys_must_reach_as_far_as_the_slots() -> None:
             "slot_mapping; give 6 of torch.int64",
         ),
         ({"block_table_tensor": torch.ones(2, 2)}, "torch.float32 in block_table_tensor"),
+        (
+            {"query_start_loc_cpu": ints(0, 7, 6)},
+            r"\[0, 7, 6\]; give offsets from 0 that do not fall",
+        ),
+        ({"query_start_loc_cpu": ints(1, 5, 6)}, r"\[1, 5, 6\]; give offsets from 0"),
+        ({"num_actual_tokens": 5}, "num_actual_tokens of the batch is 5, .* 6 at least"),
+        ({"max_query_len": 4}, "max_query_len of the batch is 4, .* 5 at least"),
+        ({"max_seq_len": 4}, "request 0 of the batch has 5 tokens, beside a max_seq_len of 4"),
+        ({"seq_lens": ints(5, -1)}, "request 1 of the batch has -1 tokens"),
+        (
+            {"seq_lens": ints(5, 9), "max_seq_len": 9},
+            "request 1 of the batch has 9 tokens, .* 2 blocks of 4",
+        ),
     ],
 )
 def test_batches_that_contradict_themselves_are_not_planned(
     changes: dict[str, Any], named: str
 ) -> None:
+    """BR-050 and BR-116, where a batch was not made by `make_batch`."""
     batch = make_batch([5, 1], [5, 1], [[3, 8], [1]], BLOCK).replace(**changes)
     with pytest.raises(BatchError, match=named):
         _layer().build(batch)
@@ -570,8 +588,14 @@ def _wide(count: int) -> tuple[torch.Tensor, ...]:
 def test_what_is_no_plan_is_named_and_nothing_is_written(backend: str, attn_type: str) -> None:
     layer = _layer(backend, head_size=2 * SIZE, attn_type=attn_type)
     cache = torch.zeros(9, KV_HEADS, BLOCK, 4 * SIZE)
-    for plan in (3, {}, "plan", layer):
-        named = f"got {type(plan).__name__} as its plan, which has no .*; pass what layer.build"
+    batch = make_batch([5], [5], [[3, 8]], BLOCK)
+    other = _layer("reference" if backend == "cpu" else "cpu").build(batch)
+    for plan in (3, {}, "plan", layer, other, *([] if backend == "reference" else [batch])):
+        is_batch = isinstance(plan, CommonAttentionMetadata)
+        given = "a batch" if is_batch else type(plan).__name__
+        named = (
+            f"got {given} as its plan, and plans of backend {backend} are .*; pass what layer.build"
+        )
         with pytest.raises(BatchError, match=named):
             layer(*_wide(5), cache, plan)
         plans: Any = {layer.layer_name: plan}
@@ -581,7 +605,7 @@ def test_what_is_no_plan_is_named_and_nothing_is_written(backend: str, attn_type
         ):
             layer(*_wide(5))
     assert not cache.any()
-    plan = layer.build(make_batch([5], [5], [[3, 8]], BLOCK))
+    plan = layer.build(batch)
     with pytest.raises(BatchError, match="got dict as its cache"):
         layer(*_wide(5), {}, plan)
     with pytest.raises(BatchError, match="got int as `quantized`"):

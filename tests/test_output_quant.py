@@ -68,6 +68,12 @@ def test_what_is_no_format_is_refused() -> None:
         QuantizedOutput.empty(kFp8Dynamic64Sym, 5, 64, scale=SCALE)
     with pytest.raises(BatchError, match="none of the formats"):
         QuantizedOutput(codes=torch.zeros(5, 64), scale=SCALE)
+    codes = torch.zeros(5, 2, 64, dtype=torch.float8_e4m3fn)
+    for apart in (codes.transpose(0, 1), codes[:, :, 0, None][0, 0], [1.0]):
+        with pytest.raises(BatchError, match="contiguous"):
+            QuantizedOutput(codes=apart, scale=SCALE)  # type: ignore[arg-type]
+    with pytest.raises(BatchError, match=r"block_scale .* with strides \(1, 5\)"):
+        QuantizedOutput(codes=codes, block_scale=torch.zeros(2, 5).T)
     with pytest.raises(BatchError, match="do not fit"):
         of(kFp8StaticTensorSym).write(X[..., :-1])
 

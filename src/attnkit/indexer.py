@@ -27,7 +27,8 @@ from attnkit.errors import BatchError, ConfigurationError, UnknownBackend, Unsup
 from attnkit.kvcache.codecs import Fp8PerTokenHeadCodec
 from attnkit.mla.index_kernels import IndexKernels
 
-_FORMATS = ("fp8", "auto", "float16", "bfloat16", "float32")
+INDEX_FORMATS = ("fp8", "auto", "float16", "bfloat16", "float32")
+"""What keys may be stored as: float8 codes with a scale per token, as they come ("auto"), or a dtype."""
 
 
 class LightningIndexer:
@@ -63,7 +64,7 @@ class LightningIndexer:
             head_size: of both.
             topk_tokens: keys a query is told at most.
             max_num_batched_tokens: most tokens of a step.
-            kv_cache_dtype: "fp8" (codes and a scale per token), "auto" (`dtype`) or a plain dtype.
+            kv_cache_dtype: one of `INDEX_FORMATS`; "auto" is `dtype`.
             dtype: of keys that are stored plainly.
             device: where it runs.
             layer_name: key of its cache.
@@ -90,15 +91,10 @@ class LightningIndexer:
         check_text("layer_name", layer_name)
         check_text("backend", backend)
         check_dtype(dtype)
-        check_text("kv_cache_dtype", kv_cache_dtype)
+        check_index_format("kv_cache_dtype", kv_cache_dtype)
         check_kind(
             "topk_indices_buffer", topk_indices_buffer, torch.Tensor, "a tensor", optional=True
         )
-        if kv_cache_dtype not in _FORMATS:
-            raise ConfigurationError(
-                f"kv_cache_dtype {kv_cache_dtype!r} is not one that keys of an indexer are stored in; "
-                f"use one of {', '.join(_FORMATS)}"
-            )
         if kv_cache_dtype == "fp8" and head_size % 4:
             raise ConfigurationError(
                 f"fp8 keys of {head_size} numbers would leave their scales unaligned; give a multiple "
@@ -208,6 +204,20 @@ class LightningIndexer:
         self.kernels.write(k, cache, batch.slot_mapping)
         self.kernels.choose(q, weights, cache, batch, lists[:num_tokens])
         return lists[:num_tokens]
+
+
+def check_index_format(name: str, given: object) -> None:
+    """Refuse what is none of `INDEX_FORMATS`.
+
+    Raises:
+        ConfigurationError: names the argument and the formats.
+    """
+    check_text(name, given)
+    if given not in INDEX_FORMATS:
+        raise ConfigurationError(
+            f"{name} {given!r} is not one that keys of an indexer are stored in; use one of "
+            f"{', '.join(INDEX_FORMATS)}"
+        )
 
 
 def _kernels(

@@ -35,7 +35,7 @@ from attnkit.contract import (
 )
 from attnkit.errors import BackendError, BatchError, ConfigurationError
 from attnkit.output_quant import QuantizedOutput
-from attnkit.paged_layer import PagedLayer, logical_page
+from attnkit.paged_layer import PagedLayer, logical_page, without_gradients
 from attnkit.selection import AttentionRequest, Choose, select
 
 
@@ -398,7 +398,7 @@ class Attention(PagedLayer):
             self.attn_type is AttentionType.ENCODER_DECODER
         )
 
-    @torch.no_grad()
+    @without_gradients
     def _run(
         self,
         query: torch.Tensor,
@@ -411,7 +411,9 @@ class Attention(PagedLayer):
         *scales: torch.Tensor | None,
     ) -> None:
         if attn_metadata is None:
-            output.zero_()
+            for written in (output, *scales[1:]):
+                if written is not None:
+                    written.zero_()
             return
         self._check_step(query, key, kv_cache, attn_metadata)
         if kv_cache is None:

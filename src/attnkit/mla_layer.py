@@ -27,8 +27,10 @@ from attnkit.contract import (
     MLAAttentionImpl,
     MLAAttentionSpec,
     MLADimensions,
+    QuantKey,
     SparseIndexer,
     get_kv_quant_mode,
+    kFp8StaticTensorSym,
     kv_cache_torch_dtype,
 )
 from attnkit.errors import (
@@ -38,10 +40,11 @@ from attnkit.errors import (
     UnsupportedConfiguration,
 )
 from attnkit.kvcache.formats import LATENT_FORMATS
+from attnkit.mla.impl import LatentImpl
 from attnkit.mla.prefill_backend import MLAPrefillBackend
 from attnkit.mla.projection import KvBProjection
 from attnkit.output_quant import QuantizedOutput
-from attnkit.paged_layer import PagedLayer, logical_page
+from attnkit.paged_layer import PagedLayer, logical_page, without_gradients
 from attnkit.prefill_selection import select_prefill
 from attnkit.selection import AttentionRequest, Choose, select
 
@@ -296,7 +299,9 @@ class MLAAttention(PagedLayer):
             )
         if quantized is not None:
             self._check_quantized(quantized, query.shape[0])
-        output = query.new_empty(query.shape[0], self.num_heads, d.v_head_dim)
+            output, scales = quantized.codes, (quantized.scale, quantized.block_scale)
+        else:
+            output, scales = query.new_empty(query.shape[0], self.num_heads, d.v_head_dim), ()
         lse = None
         if self.return_lse:
             lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
@@ -308,15 +313,12 @@ class MLAAttention(PagedLayer):
                 )
             torch.ops.attnkit.attention(query, kv_c, pe, output, lse, self._order, self._handle)
         else:
-            self._fill(query, kv_c, pe, output, lse, kv_cache, attn_metadata)
-        if quantized is not None:
-            quantized.write(output)
-            output = quantized.codes
-        elif q.dim() == 2:
+            self._fill(query, kv_c, pe, output, lse, kv_cache, attn_metadata, *scales)
+        if q.dim() == 2 and quantized is None:
             output = output.flatten(1)
         return output if lse is None else (output, lse)
 
-    @torch.no_grad()
+    @without_gradients
     def _run(
         self,
         query: torch.Tensor,
@@ -328,12 +330,18 @@ class MLAAttention(PagedLayer):
         attn_metadata: Any | None,
         *scales: torch.Tensor | None,
     ) -> None:
-        """Fill `output` and `lse`; key is kv_c (num_tokens, 1, kv_lora_rank), value k_pe likewise."""
+        """Fill `output` and `lse`; key is kv_c (num_tokens, 1, kv_lora_rank), value k_pe likewise.
+
+        With the `scales` of a quantised output, prefills write its codes where they can. What decodes
+        attend to becomes values in a product, whose rows are then made codes.
+        """
         assert key is not None
         assert value is not None
         plan = attn_metadata
         if plan is None:
-            output.zero_()
+            for written in (output, *scales[1:]):
+                if written is not None:
+                    written.zero_()
             return
         if self.projection.weight.numel() == 0:
             raise BatchError(
@@ -352,14 +360,36 @@ class MLAAttention(PagedLayer):
             self.impl.do_kv_cache_update(
                 key[:, 0], value, cache, plan.slot_mapping, self.kv_cache_dtype, self._k_scale
             )
+        numbers = by_prefills = output
+        quantized = prefill_scale = None
+        if scales:
+            quantized = QuantizedOutput(codes=output, scale=scales[0], block_scale=scales[1])
+            if self._prefills_write(quantized.key):
+                numbers, prefill_scale = self._numbers(query, decodes.stop), scales[0]
+            else:
+                numbers = by_prefills = self._numbers(query, plan.num_actual_tokens)
         # Nobody's rows that a replayed batch counts: no kernel writes them, and somebody may look.
-        output[prefills.stop : plan.num_actual_tokens].zero_()
+        by_prefills[prefills.stop : plan.num_actual_tokens].zero_()
         if prefills.start < prefills.stop:
-            rows = self._attend_expanded(query, key, value, cache, plan, prefills, output)
-            self._store_lse(lse, prefills, rows)
+            given = self._attend_expanded(
+                query, key, value, cache, plan, prefills, by_prefills, prefill_scale
+            )
+            self._store_lse(lse, prefills, given)
         if decodes.stop:
-            rows = self._attend_absorbed(query, cache, plan, decodes, output)
-            self._store_lse(lse, decodes, rows)
+            given = self._attend_absorbed(query, cache, plan, decodes, numbers)
+            self._store_lse(lse, decodes, given)
+        if quantized is not None:
+            quantized.write(numbers)
+
+    def _numbers(self, query: torch.Tensor, num_rows: int) -> torch.Tensor:
+        return query.new_empty(num_rows, self.num_heads, self.head_size_v)
+
+    def _prefills_write(self, key: QuantKey) -> bool:
+        """Whether `forward_mha` writes such codes by itself, in the kernel of its prefill backend."""
+        if key != kFp8StaticTensorSym or not isinstance(self.impl, LatentImpl):
+            return False
+        backend = self.impl.prefill_backend
+        return backend is not None and backend.supports_quant_output()
 
     def _attend_expanded(
         self,
@@ -370,11 +400,12 @@ class MLAAttention(PagedLayer):
         plan: Any,
         rows: slice,
         output: torch.Tensor,
+        output_scale: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """`forward_mha` of some rows; its LSE."""
         dense = output[rows].view(rows.stop - rows.start, -1)
         return self.impl.forward_mha(
-            query[rows], kv_c[rows, 0], k_pe[rows], cache, plan, self._k_scale, dense
+            query[rows], kv_c[rows, 0], k_pe[rows], cache, plan, self._k_scale, dense, output_scale
         )
 
     def _attend_absorbed(

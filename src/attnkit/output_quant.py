@@ -38,7 +38,7 @@ class QuantizedOutput:
     """Tensors of a quantised output, as engines pass them to an impl.
 
     Attributes:
-        codes: what `output` is.
+        codes: what `output` is, contiguous.
         scale: `output_scale`; None: the format has none.
         block_scale: `output_block_scale`, written; None: the format has none.
 
@@ -51,6 +51,14 @@ class QuantizedOutput:
     block_scale: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        for name, x in (("codes", self.codes), ("block_scale", self.block_scale)):
+            if x is None and name == "block_scale":
+                continue
+            if not isinstance(x, torch.Tensor) or x.dim() not in (2, 3) or not x.is_contiguous():
+                raise BatchError(
+                    f"{name} of a quantised output is {_sketch(x)}; give a contiguous tensor of two or "
+                    "three dimensions, tokens first, as QuantizedOutput.empty makes it"
+                )
         codes, block, key, (num_tokens, width) = self.codes, self.block_scale, self.key, self.shape
         ok = codes.dtype == key.dtype and (block is None or block.dtype == key.scale.dtype)
         if block is not None:
@@ -191,5 +199,8 @@ def attend_then_quantize(
     return (output.codes, result[1]) if isinstance(result, tuple) else output.codes
 
 
-def _sketch(x: torch.Tensor | None) -> str:
-    return "none" if x is None else f"{x.dtype} {tuple(x.shape)}"
+def _sketch(x: object) -> str:
+    if not isinstance(x, torch.Tensor):
+        return "none" if x is None else type(x).__name__
+    apart = "" if x.is_contiguous() else f" with strides {x.stride()}"
+    return f"{x.dtype} {tuple(x.shape)}{apart}"

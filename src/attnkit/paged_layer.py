@@ -7,16 +7,17 @@ when a checkpoint is loaded, and the handle by which a compiled graph finds the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from attnkit.arguments import check_count, check_dtype, check_kind, check_text
+from attnkit.batch_checks import check_batch, check_freed, check_lengths
 from attnkit.compiled import current_forward_context, new_handle, order_token
 from attnkit.contract import (
     AttentionBackend,
@@ -26,7 +27,6 @@ from attnkit.contract import (
     AttentionSpec,
     AttentionType,
     CommonAttentionMetadata,
-    CommonMetadataBuilder,
     VllmConfig,
 )
 from attnkit.errors import BatchError, ConfigurationError, UnsupportedConfiguration
@@ -35,6 +35,21 @@ from attnkit.selection import Choose, Selection
 
 _COUNTER = itertools.count()
 _SCALES = ("_q_scale", "_k_scale", "_v_scale")
+
+
+def without_gradients(function: Callable[..., None]) -> Callable[..., None]:
+    """`torch.no_grad` for what runs in every layer of a step: where no gradient is recorded anyway it
+    costs nothing, and torch's decorator as much as a small kernel."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> None:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                function(*args)
+        else:
+            function(*args)
+
+    return run
 
 
 class PagedLayer(nn.Module):
@@ -187,12 +202,16 @@ class PagedLayer(nn.Module):
 
         Raises:
             BatchError: the batch's tensors are too short for its tokens or requests, or of other
-                dtypes than `CommonAttentionMetadata` says; or it has a mask that the layer was not
-                built for, or the null block where the layer looks.
+                dtypes than `CommonAttentionMetadata` says; or its lengths contradict each other; or it
+                has a mask that the layer was not built for, or the null block where the layer looks.
         """
-        _check_batch(common_attn_metadata, self.block_size)
+        check_batch(common_attn_metadata, self.block_size)
         self._check_masks(common_attn_metadata)
-        self._check_freed(common_attn_metadata)
+        if (
+            self.attn_type is AttentionType.DECODER
+        ):  # Others have other keys than the batch's tokens.
+            check_lengths(common_attn_metadata, self.block_size)
+            check_freed(common_attn_metadata, self)
         if self._builder is None:
             self._builder = self.make_builder()
         return self._builder.build(0, common_attn_metadata)
@@ -223,41 +242,6 @@ class PagedLayer(nn.Module):
                 f"the batch has {has}, and layer {self.layer_name} was built with{was} use_rswa; "
                 "prefixes are for the batches of layers with use_rswa=True, and for all of those"
             )
-
-    def _check_freed(self, batch: CommonAttentionMetadata) -> None:
-        """Whether a query sees a position whose page the batch says is freed; host numbers alone."""
-        if batch.freed_cpu is None or self.attn_type is not AttentionType.DECODER:
-            return
-        start, end = batch.freed_cpu.T
-        query_lens = batch.query_start_loc_cpu.numpy()[1:] - batch.query_start_loc_cpu.numpy()[:-1]
-        # Of the first query, which looks back furthest.
-        position = batch.host_seq_lens("freed_cpu").numpy() - query_lens
-        seen = (end > self._first_seen(batch, position)) | (start < self._prefix(batch))
-        for row in np.flatnonzero(seen & (start < end) & (query_lens > 0)):
-            raise BatchError(
-                f"request {row} has the null block for positions {start[row]} to {end[row] - 1}, and "
-                f"layer {self.layer_name} looks at some of them from position {position[row]}; give the "
-                "blocks of all it sees"
-            )
-
-    def _prefix(self, batch: CommonAttentionMetadata) -> np.ndarray | int:
-        """First tokens that all later ones see, of each request, where the host knows."""
-        prefixes = batch.rswa_prefix_lens if self.use_rswa else None
-        known = prefixes is not None and prefixes.device.type == "cpu"
-        return prefixes.numpy() if known else 0  # type: ignore[union-attr]
-
-    def _first_seen(self, batch: CommonAttentionMetadata, position: np.ndarray) -> np.ndarray:
-        """The first key that a query of each request sees, apart from the prefix of R-SWA."""
-        if self.sliding_window is not None:
-            first = position - self.sliding_window + 1
-        elif self.attention_chunk_size is not None:
-            first = position // self.attention_chunk_size * self.attention_chunk_size
-        else:
-            first = np.zeros_like(position)
-        for row, ranges in (batch.mm_req_doc_ranges or {}).items():
-            inside = [start for start, end in ranges if end >= position[row]]
-            first[row] = min([first[row], *inside])
-        return first
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Call once when a checkpoint is loaded: scales are checked, and host copies follow them.
@@ -297,12 +281,9 @@ class PagedLayer(nn.Module):
     ) -> tuple[torch.Tensor | None, Any | None]:
         """Cache and plan of a call: its own, else those of the `forward_context` around it."""
         context = current_forward_context()
-        if context is None and attn_metadata is None and kv_cache is not None:
-            raise BatchError(
-                f"layer {self.layer_name} got a cache and no plan; pass layer.build(batch) too, or "
-                "neither for a profiling run"
-            )
-        if context is not None:
+        if context is None:
+            self._check_outside(kv_cache, attn_metadata)
+        else:
             if attn_metadata is None:
                 attn_metadata = context.plan_of(self.layer_name)
             if kv_cache is None:
@@ -319,6 +300,14 @@ class PagedLayer(nn.Module):
             )
         return kv_cache, attn_metadata
 
+    def _check_outside(self, kv_cache: torch.Tensor | None, attn_metadata: Any | None) -> None:
+        """Whether a call that no `forward_context` is around has what it needs."""
+        if attn_metadata is None and kv_cache is not None:
+            raise BatchError(
+                f"layer {self.layer_name} got a cache and no plan; pass layer.build(batch) too, or "
+                "neither for a profiling run"
+            )
+
     def _fill(
         self,
         query: torch.Tensor,
@@ -331,28 +320,35 @@ class PagedLayer(nn.Module):
         *scales: torch.Tensor | None,
     ) -> None:
         """`_run`, and zeros in rows past the plan's tokens, which backends leave as they are; what the
-        custom op stands for. `scales` are the two of a quantised output.
+        custom op stands for. `scales` are the two of a quantised output, which is then codes.
 
         Raises:
             BatchError: cache and plan are not of this step.
         """
         kv_cache, plan = self._step_of(kv_cache, attn_metadata)
-        try:
-            self._run(query, key, value, output, lse, kv_cache, plan, *scales)
-        except AttributeError as error:
-            # Of some backends the batch is the plan: the fault is then their own.
-            is_batch = isinstance(plan, CommonAttentionMetadata)
-            own = is_batch and issubclass(self.backend.get_builder_cls(), CommonMetadataBuilder)
-            if own or error.obj is not plan:
-                raise
-            given = "a batch" if is_batch else type(plan).__name__
-            raise BatchError(
-                f"layer {self.layer_name} got {given} as its plan, which has no {error.name}; pass what "
-                "layer.build(batch) gives"
-            ) from error
+        if plan is not None:
+            self._check_plan(plan)
+        self._run(query, key, value, output, lse, kv_cache, plan, *scales)
         num_planned = getattr(plan, "num_actual_tokens", None)
         if num_planned is not None and num_planned < output.shape[0]:
-            output[num_planned:].zero_()
+            for written in (output, *scales[1:]):
+                if written is not None:
+                    written[num_planned:].zero_()
+
+    @functools.cached_property
+    def _plan_cls(self) -> type | None:
+        return self.backend.get_builder_cls().get_plan_cls()
+
+    def _check_plan(self, plan: Any) -> None:
+        """Whether it is one of the backend's own, as far as its builder says what those are."""
+        wanted = self._plan_cls
+        if wanted is None or isinstance(plan, wanted):
+            return
+        given = "a batch" if isinstance(plan, CommonAttentionMetadata) else type(plan).__name__
+        raise BatchError(
+            f"layer {self.layer_name} got {given} as its plan, and plans of backend "
+            f"{self.selection.name} are {wanted.__name__}; pass what layer.build(batch) gives"
+        )
 
     def _check_num_rows(self, query: torch.Tensor, attn_metadata: Any) -> None:
         num_planned = getattr(attn_metadata, "num_actual_tokens", 0)
@@ -408,6 +404,13 @@ class PagedLayer(nn.Module):
 
     def _heads(self, name: str, x: torch.Tensor, heads: int, size: int) -> torch.Tensor:
         """`x` as (num_tokens, heads, size)."""
+        if (
+            isinstance(x, torch.Tensor)
+            and x.dtype is self.dtype
+            and x.shape[1:] == (heads, size)
+            and x.device == self.device
+        ):
+            return x
         if not isinstance(x, torch.Tensor):
             raise BatchError(
                 f"{name} of layer {self.layer_name} is {type(x).__name__}; give a torch.Tensor"
@@ -440,32 +443,6 @@ def _check_vllm_config(vllm_config: Any | None) -> None:
 def _host_scale(scale: torch.Tensor) -> float:
     """The host copy of a scale. No one number stands for several: NaN shows where it is used as one."""
     return float(scale) if scale.dim() == 0 else math.nan
-
-
-def _check_batch(batch: CommonAttentionMetadata, block_size: int) -> None:
-    """Shapes, dtypes and the page size only: nothing waits for the device."""
-    if not isinstance(batch, CommonAttentionMetadata):
-        raise BatchError(
-            f"build got {type(batch).__name__}; give a CommonAttentionMetadata, from make_batch say"
-        )
-    if batch.block_size not in (None, block_size):
-        raise BatchError(
-            f"the batch speaks of blocks of {batch.block_size} tokens, the layer has blocks of "
-            f"{block_size}; make both with the same block_size"
-        )
-    num_tokens = int(batch.query_start_loc_cpu[-1])
-    for name, needed, dtype in (
-        ("slot_mapping", num_tokens, torch.int64),
-        ("seq_lens", batch.num_reqs, torch.int32),
-        ("block_table_tensor", batch.num_reqs, torch.int32),
-        ("query_start_loc", batch.num_reqs + 1, torch.int32),
-    ):
-        tensor: torch.Tensor = getattr(batch, name)
-        if tensor.shape[0] < needed or tensor.dtype != dtype:
-            raise BatchError(
-                f"the batch of {batch.num_reqs} requests and {num_tokens} tokens has "
-                f"{tensor.shape[0]} entries of {tensor.dtype} in {name}; give {needed} of {dtype}"
-            )
 
 
 def logical_page(

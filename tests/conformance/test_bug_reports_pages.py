@@ -212,8 +212,13 @@ def test_br050_a_length_past_its_block_table_is_named(seq_lens: tuple[int, int])
         make_batch([1, 1], seq_lens, tables, 16)
 
 
-def test_br051_offsets_past_two_to_the_31_elements(subject: Subject, layer_of: LayerOf) -> None:
-    """Block 65536 of 32,768 elements starts at element 2**31. Untouched pages cost no memory."""
+@pytest.mark.parametrize(
+    ("name", "elements"), [("auto", 2**31), ("fp8", 2**31), ("fp8", 2**32)], ids=str
+)
+def test_br051_offsets_past_what_32_bits_hold(
+    subject: Subject, layer_of: LayerOf, name: str, elements: int
+) -> None:
+    """Of a cache in the layer's dtype and of one of codes. Untouched pages cost no memory."""
     if subject.device.type != "cpu":
         pytest.skip("needs 4.3 GB of GPU memory; the GPU record covers it")
     case = Case(
@@ -224,24 +229,32 @@ def test_br051_offsets_past_two_to_the_31_elements(subject: Subject, layer_of: L
         num_kv_heads=8,
         head_size=128,
         dtype=torch.bfloat16,
+        kv_cache_dtype=name,
         layout=KVCacheLayout.LBHNC,
     )
     layer = layer_of(case)
-    cache = torch.empty(65_600, 8, 16, 256, dtype=torch.bfloat16)
-    assert cache[65_536].storage_offset() == 2**31
-    table = [65_535, 65_536, 65_599]
+    layer._k_scale.fill_(1.0)
+    layer._v_scale.fill_(1.0)
+    layer.process_weights_after_loading(layer.dtype)
+    spec = layer.get_kv_cache_spec()
+    assert spec is not None
+    first = elements // 32_768
+    cache = torch.empty(first + 64, 8, 16, 256, dtype=spec.dtype)
+    assert cache[first].storage_offset() == elements
+    table = [first - 1, first, first + 63]
+    wide = torch.float8_e4m3fn if name == "fp8" else cache.dtype
     for block in (0, *table):
-        cache[block] = math.nan
+        cache[block].view(wide).copy_(torch.full((8, 16, 256), math.nan))
     for position in range(39):
-        cache[table[position // 16], :, position % 16] = 0.75
+        cache[table[position // 16]].view(wide)[:, position % 16].copy_(torch.full((8, 256), 0.75))
     batch = make_batch([1], [40], [table], 16)
     q = torch.zeros(1, 8, 128, dtype=torch.bfloat16)
     kv = torch.full((1, 8, 128), 0.75, dtype=torch.bfloat16)
     out = layer(q, kv, kv, cache, layer.build(batch))
     assert isinstance(out, torch.Tensor)
     close(out, 0.75)
-    assert (cache[65_599, :, 7] == 0.75).all()
-    assert cache[0].isnan().all()
+    assert (cache[table[2]].view(wide)[:, 7].float() == 0.75).all()
+    assert cache[0].view(wide).float().isnan().all()
 
 
 def test_br053_a_huge_block_stride(subject: Subject, layer_of: LayerOf) -> None:

@@ -138,7 +138,7 @@ def held_bytes(make: Callable[[], object]) -> int:
     return sum(size for storage, size in after.items() if storage not in before)
 
 
-@pytest.mark.parametrize("name", ["cpu", "flex", "triton"])
+@pytest.mark.parametrize("name", ["cpu", "flex", "reference", "triton"])
 def test_br132_a_builder_holds_no_mask_of_all_lengths(name: str) -> None:
     config = VllmConfig(
         model_config=ModelConfig(max_model_len=131_072),

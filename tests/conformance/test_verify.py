@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from attnkit.conformance import verify
+from attnkit.conformance.claims import all_claims
 from attnkit.conformance.laws import LAWS
+from attnkit.conformance.subject import Subject
 from attnkit.conformance.twin import TwinBackend, TwinImpl
 from attnkit.contract import KVCacheLayout, KVCacheSpec, MultipleOf
 from attnkit.errors import BackendUnavailable, ConfigurationError, UnknownBackend
+from attnkit.matrix import FLAGS
 
 
 def test_a_right_backend_is_called_right() -> None:
@@ -89,6 +92,26 @@ def test_a_backend_that_refuses_everything_is_not_right() -> None:
     assert "not judged" in str(report)
     assert "WRONG" not in str(report)
     assert all("not today" in o.message for o in report.refused)
+
+
+def test_every_row_of_the_matrix_is_a_claim_of_the_kit() -> None:
+    """So each yes of `attnkit backends` is run and each no is refused: `test_every_claim_is_judged`."""
+    asked: set[str] = set()
+
+    class Asked(TwinBackend):
+        """Remembers which of its methods were called."""
+
+    for method in FLAGS.values():
+        answer = getattr(TwinBackend, method)
+
+        def remember(cls: type, method: str = method, answer: Any = answer) -> bool:
+            asked.add(method)
+            return answer()
+
+        setattr(Asked, method, classmethod(remember))
+    for claim in all_claims(Subject.of(Asked).basis()):
+        claim.made(Asked)
+    assert asked == set(FLAGS.values())
 
 
 class ClaimsTheUnjudged(TwinBackend):

@@ -257,6 +257,26 @@ def test_a_call_that_fails_leaves_nothing_behind(enabled):
         assert torch.equal(enabled(IDS).logits, expected)
 
 
+def test_steps_of_one_token_go_on_after_one_that_failed_or_was_cut(enabled):
+    """Such steps continue the description of the step before."""
+    with torch.no_grad():
+        expected = enabled(IDS).logits
+        cache = transformers.DynamicCache()
+        enabled(IDS[:, :13], past_key_values=cache)
+        for at in range(13, 16):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(enabled.lm_head, "forward", lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    enabled(IDS[:, :1], past_key_values=cache)
+            enabled(IDS[:, 1:2], past_key_values=cache)
+            cache.crop(-1)
+            got = enabled(IDS[:, at : at + 1], past_key_values=cache).logits[:, 0]
+            torch.testing.assert_close(got, expected[:, at], atol=2e-5, rtol=2e-5)
+        for at in range(16, 20):
+            got = enabled(IDS[:, at : at + 1], past_key_values=cache).logits[:, 0]
+            torch.testing.assert_close(got, expected[:, at], atol=2e-5, rtol=2e-5)
+
+
 def test_training_is_refused(llama):
     for prepare in (
         lambda: attnkit.hf.enable(llama, backend="cpu"),

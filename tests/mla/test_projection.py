@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from attnkit.batch import make_batch
 from attnkit.contract import MLADimensions
 from attnkit.errors import BatchError, ConfigurationError
 from attnkit.mla.projection import KvBProjection
@@ -149,7 +150,7 @@ def test_weights_that_are_not_there_yet() -> None:
         module = nn.Linear(32, ROWS, bias=False)
     layer = MLAAttention(HEADS, SIZES, module)
     assert layer.projection.weight.numel() == 0
-    plan = object()
+    plan = layer.build(make_batch([1], [1], [[1]], 16))
     with pytest.raises(BatchError, match="call process_weights_after_loading"):
         layer(
             torch.zeros(1, HEADS, 24), torch.zeros(1, 32), torch.zeros(1, 8), torch.empty(0), plan

@@ -15,7 +15,8 @@ from attnkit import LLM, MLAAttention, SamplingParams, hf
 from attnkit.backends.triton.mla import TritonMLASparseBackend, TritonMLASparseImpl
 from attnkit.cli.explain import _requests_of_model
 from attnkit.conformance.simulator import GraphSimulator
-from attnkit.errors import ModelError, UnsupportedConfiguration
+from attnkit.errors import ConfigurationError, ModelError, UnsupportedConfiguration
+from attnkit.kvcache.codecs import Fp8PerTokenHeadCodec
 from attnkit.kvcache.transfer import PrefixContents
 from attnkit.runner import hook
 from attnkit.runner.discovery import discover_layers
@@ -72,6 +73,44 @@ def test_tokens_are_those_of_transformers(backend: str, tmp_path: Path) -> None:
     assert packed.kv_plan.block_bytes == LAYERS * 8 * (RANK + ROPE + 16) * 4
     assert llm.engine.cache.num_bytes == 60 * packed.kv_plan.block_bytes
     assert len({x.topk_indices_buffer.data_ptr() for x in packed.indexers.values()}) == 1
+
+
+def in_float8(x: torch.Tensor) -> torch.Tensor:
+    """As numbers read back that were stored as codes with a scale per vector."""
+    codec, one = Fp8PerTokenHeadCodec(), torch.ones(1)
+    return codec.decode(codec.encode(x, one), x.shape[-1], one)
+
+
+def test_float8_keys_choose_what_transformers_chooses_by_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token and layer takes 16 + 4 bytes beside its latent. The model is given the same keys where it
+    appends them to its cache, so its tokens must be ours; those of its own keys are others."""
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    llm = make_llm(tmp_path, index_cache_dtype="fp8", max_num_batched_tokens=13)
+    prompts = [LONG, SHORT, LONG[:50] + SHORT]
+    tokens = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)]
+    plain = [tiny_models.greedy(model, prompt, 10) for prompt in prompts]
+    append = transformers.Cache.update_indexer
+    monkeypatch.setattr(
+        transformers.Cache, "update_indexer", lambda self, k, i: append(self, in_float8(k), i)
+    )
+    assert tokens == [tiny_models.greedy(model, prompt, 10) for prompt in prompts]
+    assert tokens != plain
+
+    packed = llm.engine.model
+    pages = {name: spec.page_size_bytes for name, spec in packed.kv_plan.specs.items()}
+    assert {pages[f"{name}.indexer"] for name in packed.layers} == {8 * (16 + 4)}
+    assert packed.kv_plan.block_bytes == LAYERS * 8 * ((RANK + ROPE) * 4 + 16 + 4)
+    assert llm.engine.cache.num_bytes == 60 * packed.kv_plan.block_bytes
+
+
+def test_formats_of_keys_are_known_and_have_a_use(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"index_cache_dtype 'int8'.*use one of fp8, auto"):
+        LLM("nowhere", index_cache_dtype="int8")
+    with pytest.raises(ConfigurationError, match="LlamaForCausalLM has none; leave it out"):
+        make_llm(tiny_models.save_model(tmp_path), index_cache_dtype="fp8")
 
 
 def test_captured_decode_steps_give_the_tokens_of_eager_ones() -> None:

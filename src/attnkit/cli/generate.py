@@ -70,6 +70,12 @@ def generate(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Tokens in a step; longer prompts go in chunks.")
     ] = None,
+    index_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="Keys of a model's indexers (DeepSeek-V3.2): fp8, a dtype, or auto, the model's."
+        ),
+    ] = "auto",
     weights: Annotated[
         str | None,
         typer.Option(
@@ -127,6 +133,7 @@ def generate(
         block_size=block_size,
         max_num_batched_tokens=max_num_batched_tokens,
         kv_connector=kv_load is not None or kv_save is not None,
+        index_cache_dtype=index_cache_dtype,
         weights=weights,
         compile=compile,
         notice=_say,

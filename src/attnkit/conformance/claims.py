@@ -148,6 +148,13 @@ def common_claims() -> list[Claim]:
             request={"use_adaptive_verification": True},
             shown_by_law="the_device_has_the_last_word_on_lengths",
         ),
+        Claim(
+            name="KV connector",
+            made=lambda b: b.supports_kv_connector(),
+            request={"use_kv_connector": True},
+            # A connector puts the bytes of a page into another one.
+            shown_by_law="pages_do_not_matter",
+        ),
     ]
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         judged = dtype is not torch.float64

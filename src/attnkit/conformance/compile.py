@@ -27,11 +27,20 @@ from triton.compiler import ASTSource
 
 from attnkit.backends.stored import Stored
 from attnkit.backends.triton import configs, launch
-from attnkit.backends.triton.operands import Operands, Parts
+from attnkit.backends.triton.operands import Operands, OutputCodes, Parts
 from attnkit.conformance.mla.compile import mla_variants
-from attnkit.contract import AttentionVariant, DeviceCapability
+from attnkit.contract import (
+    AttentionVariant,
+    DeviceCapability,
+    QuantKey,
+    kFp8Dynamic64Sym,
+    kFp8Dynamic128Sym,
+    kFp8StaticTensorSym,
+    kNvfp4Dynamic,
+)
 from attnkit.errors import ConfigurationError
 from attnkit.kvcache.formats import CACHE_FORMATS, cache_format
+from attnkit.output_quant import QuantizedOutput
 
 _GPUS = {
     80: configs.Gpu(num_sms=108, shared_memory=166912, has_wgmma=False, has_e4m3=False),
@@ -202,6 +211,12 @@ def _variants(gpu: configs.Gpu) -> Iterator[tuple[str, launch.KernelCall]]:
     yield from _decode(gpu, "decode-bf16-128-fp8-split", 128, cache="fp8_e5m2", split=True)
     yield from _decode(gpu, "decode-bf16-128-fp8-verify", 128, query_len=8, cache="fp8")
     yield from _decode(gpu, "decode-fp32-128-fp8", 128, dtype=fp32, cache="fp8")
+    for key, name in ((kFp8StaticTensorSym, "fp8"), (kNvfp4Dynamic, "nvfp4")):
+        yield _attention(gpu, f"attention-bf16-128-to-{name}", 128, codes=key)
+        *_, merge = _decode(gpu, f"decode-bf16-128-split-to-{name}", 128, codes=key, split=True)
+        yield merge
+    yield _attention(gpu, "attention-bf16-128-to-fp8-by-128", 128, codes=kFp8Dynamic128Sym)
+    yield from _decode(gpu, "decode-bf16-128-to-fp8-by-64", 128, codes=kFp8Dynamic64Sym)
     for name, stored in CACHE_FORMATS.items():
         if stored.codec is not None:
             yield _write(f"write-bf16-128-{name}", 128, bf16, cache=name)
@@ -230,6 +245,7 @@ def _operands(
     gpu: configs.Gpu,
     masks: bool = False,
     tree: bool = False,
+    codes: QuantKey | None = None,
 ) -> Operands:
     num_tokens, num_reqs = 4096, 64
     if page is None:
@@ -247,10 +263,19 @@ def _operands(
         one = _empty(1, dtype=torch.float32)
         stored = Stored.of(pages, made, size, size_v, one, one, has_e4m3=gpu.has_e4m3)
         table = _empty(num_reqs, 256, dtype=torch.int32)
+    output: torch.Tensor | OutputCodes = _empty(num_tokens, heads, size_v, dtype=dtype)
+    if codes is not None:
+        scale = (
+            _empty(1, dtype=torch.float32)
+            if codes in (kFp8StaticTensorSym, kNvfp4Dynamic)
+            else None
+        )
+        made = QuantizedOutput.empty(codes, num_tokens, heads * size_v, scale=scale, device="meta")
+        output = OutputCodes.of(made, heads, num_tokens)
     return Operands(
         query=_empty(num_tokens, heads, size, dtype=dtype),
         stored=stored,
-        output=_empty(num_tokens, heads, size_v, dtype=dtype),
+        output=output,
         lse=_empty(num_tokens, heads, dtype=torch.float32),
         query_start_loc=_empty(num_reqs + 1, dtype=torch.int32),
         kv_lens=_empty(num_reqs, dtype=torch.int32),
@@ -290,9 +315,10 @@ def _attention(
     features: bool = False,
     masks: bool = False,
     tree: bool = False,
+    codes: QuantKey | None = None,
 ) -> tuple[str, launch.KernelCall]:
     operands = _operands(
-        size, size_v or size, dtype, cache or dtype, page, heads, kv_heads, gpu, masks, tree
+        size, size_v or size, dtype, cache or dtype, page, heads, kv_heads, gpu, masks, tree, codes
     )
     config = configs.attention_config(
         size, size_v or size, dtype.itemsize, operands.stored.key.element_size(), gpu
@@ -313,9 +339,12 @@ def _decode(
     masks: bool = False,
     tree: bool = False,
     split: bool = False,
+    codes: QuantKey | None = None,
 ) -> Iterator[tuple[str, launch.KernelCall]]:
     heads, kv_heads = 32, 8
-    operands = _operands(size, size, dtype, cache or dtype, page, heads, kv_heads, gpu, masks, tree)
+    operands = _operands(
+        size, size, dtype, cache or dtype, page, heads, kv_heads, gpu, masks, tree, codes
+    )
     rows = query_len * heads // kv_heads
     config = configs.decode_config(
         size, size, dtype.itemsize, operands.stored.key.element_size(), rows, gpu

@@ -8,7 +8,7 @@ never waits for the device and never writes into the common metadata.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin
 
 import numpy as np
 import torch
@@ -63,6 +63,21 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         self.vllm_config = vllm_config
         self.device = device
         self.kernel_block_size: int | None = None
+
+    @classmethod
+    def get_plan_cls(cls) -> type | None:
+        """The class of its plans: the parameter of `AttentionMetadataBuilder[Plan]`; layers refuse
+        anything else before they write. None: it does not say."""
+        for base in cls.__mro__:
+            for parent in base.__dict__.get("__orig_bases__", ()):
+                origin = get_origin(parent)
+                if isinstance(origin, type) and issubclass(origin, AttentionMetadataBuilder):
+                    plan = get_args(parent)[0]
+                    is_protocol = getattr(plan, "_is_protocol", False)
+                    return (
+                        plan if isinstance(plan, type) and plan != Any and not is_protocol else None
+                    )
+        return None
 
     def set_kernel_block_size(self, kernel_block_size: int) -> None:
         """Called by engines whose spec carries a larger block size than the kernel's."""

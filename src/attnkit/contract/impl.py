@@ -438,6 +438,8 @@ class MLAAttentionImpl(AttentionImplBase[T], Generic[T]):
             kv_c_and_k_pe_cache: (num_blocks, block_size, kv_lora_rank + qk_rope_head_dim).
             k_scale: of a quantised cache.
             output: (num_tokens, num_heads * v_head_dim).
+            output_scale: float32, one number: `output` is float8_e4m3fn codes with this scale. Given
+                only to impls whose `prefill_backend` says `supports_quant_output`.
 
         Returns:
             None, or the lse, float32 (num_tokens, num_heads), if `can_return_lse_for_prefill` and

@@ -17,6 +17,7 @@ from attnkit.mla.layer import LatentLayer
 from attnkit.mla.plan import MLAMetadata
 from attnkit.mla.prefill import attend_prefill
 from attnkit.mla.prefill_backend import MLAPrefillBackend
+from attnkit.output_quant import QuantizedOutput
 
 M = TypeVar("M", bound=MLAMetadata)
 
@@ -100,15 +101,27 @@ class LatentImpl(MLAAttentionImpl[M]):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
+        """Codes are written by the prefill backend's kernel where that has the whole answer, and made of
+        merged parts elsewhere."""
+        plan, backend = attn_metadata.prefill, self.prefill_backend
+        assert plan is not None, "a batch without prefills has no part for them"
+        target: torch.Tensor | QuantizedOutput = output
+        codes = numbers = None
+        if output_scale is not None:
+            target = codes = QuantizedOutput(codes=output, scale=output_scale)
+            if not (plan.is_one_part and backend.supports_quant_output()):
+                target = numbers = q.new_empty(output.shape)
         lse = attend_prefill(
             q,
             kv_c_normed,
             k_pe[:, 0],
             kv_c_and_k_pe_cache,
-            attn_metadata,
+            plan,
             self.layer,
             k_scale,
-            self.prefill_backend,
-            output,
+            backend,
+            target,
         )
+        if codes is not None and numbers is not None:
+            codes.write(numbers)
         return lse if self.need_to_return_lse_for_decode else None

@@ -85,6 +85,11 @@ class PrefillPart:
     query_start_loc_cpu: np.ndarray
     shared: dict[Any, Any] = field(default_factory=dict)
 
+    @property
+    def is_one_part(self) -> bool:
+        """Every token attends to its own step and nothing else: there is nothing to merge."""
+        return self.own_rows is None and not self.chunks
+
 
 # Neither frozen nor with slots: engines' wrappers subclass plans and assign their slot_mapping.
 @dataclass(kw_only=True, eq=False)

@@ -15,8 +15,9 @@ import torch
 from attnkit.kvcache.formats import CacheFormat
 from attnkit.kvcache.read import check_block_ids
 from attnkit.mla.layer import LatentLayer
-from attnkit.mla.plan import MLAMetadata, PrefillPart
+from attnkit.mla.plan import PrefillPart
 from attnkit.mla.prefill_backend import MLAPrefillBackend
+from attnkit.output_quant import QuantizedOutput
 
 
 def attend_prefill(
@@ -24,36 +25,38 @@ def attend_prefill(
     kv_c: torch.Tensor,
     k_pe: torch.Tensor,
     cache: torch.Tensor,
-    metadata: MLAMetadata,
+    plan: PrefillPart,
     layer: LatentLayer,
     k_scale: torch.Tensor,
     backend: MLAPrefillBackend,
-    output: torch.Tensor,
+    output: torch.Tensor | QuantizedOutput,
 ) -> torch.Tensor:
     """Attend and return the LSE, float32 (num_tokens, num_heads).
 
     Args:
-        query: (num_tokens, num_heads, qk_head_dim), of the plan's prefills.
+        query: (num_tokens, num_heads, qk_head_dim), of the plan.
         kv_c: (num_tokens, kv_lora_rank), of this step.
         k_pe: (num_tokens, qk_rope_head_dim), likewise.
         cache: (num_blocks, block_size, C); this step's tokens need not be in it yet.
-        metadata: with a prefill part.
+        plan: of the prefills.
         layer: all tokens count as they read back from its cache, this step's too.
         k_scale: the layer's.
         backend: attends.
-        output: (num_tokens, num_heads * v_head_dim), written in place.
+        output: (num_tokens, num_heads * v_head_dim), written in place. Memory for codes: only if
+            `plan.is_one_part`, and the backend writes such.
     """
-    plan = metadata.prefill
-    assert plan is not None, "a batch without prefills has no part for them"
     own = _rows_of(plan, (query, kv_c, k_pe))
     own_latents = _read_back(own[1], own[2], layer.cache_format, k_scale, cache.dtype)
     key, value = layer.projection.expand(*own_latents)
     heads = (*query.shape[:2],)
-    output = output.view(*heads, -1)
-    if plan.own_rows is None and not plan.chunks:
+    if plan.is_one_part:
         lse = query.new_empty(heads, dtype=torch.float32)
-        backend.run_prefill_new_tokens(query, key, value, plan, output, lse)
+        if isinstance(output, QuantizedOutput):
+            backend.run_prefill_to_codes(query, key, value, plan, output, lse)
+        else:
+            backend.run_prefill_new_tokens(query, key, value, plan, output.view(*heads, -1), lse)
         return lse
+    assert isinstance(output, torch.Tensor), "parts are merged before there are codes"
     total = query.new_zeros(*heads, value.shape[-1], dtype=torch.float32)
     lse = query.new_full(heads, -math.inf, dtype=torch.float32)
     if plan.own_rows is None:
@@ -70,7 +73,7 @@ def attend_prefill(
         part_lse = rows.new_empty(rows.shape[:2], dtype=torch.float32)
         backend.run_prefill_context_chunk(rows, key, value, chunk, part, part_lse)
         merge_into(total[chunk.rows], lse[chunk.rows], part, part_lse)
-    output.copy_(total)
+    output.view(*heads, -1).copy_(total)
     return lse
 
 

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 
-from attnkit.contract import DeviceCapability, MLADimensions
+from attnkit.contract import (
+    AttentionBackend,
+    AttentionVariant,
+    DeviceCapability,
+    MLADimensions,
+)
 from attnkit.kvcache.read import read_tokens
 from attnkit.mla.plan import ContextChunk, PrefillPart
+from attnkit.output_quant import QuantizedOutput
 
 
 class MLAPrefillBackend(ABC):
@@ -100,6 +107,24 @@ class MLAPrefillBackend(ABC):
         num_heads, size), requests as in `plan.query_start_loc`."""
         ...
 
+    @classmethod
+    def supports_quant_output(cls) -> bool:
+        """It has `run_prefill_to_codes`."""
+        return False
+
+    def run_prefill_to_codes(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: PrefillPart,
+        output: QuantizedOutput,
+        lse: torch.Tensor,
+    ) -> None:
+        """As `run_prefill_new_tokens`, with the output in float8 of one given scale; to the bit what
+        quantising it gives. Asked only of backends that say `supports_quant_output`."""
+        raise NotImplementedError(f"{type(self).__name__} writes numbers only")
+
     @abstractmethod
     def run_prefill_context_chunk(
         self,
@@ -113,6 +138,28 @@ class MLAPrefillBackend(ABC):
         """Attention to the first `chunk.kv_lens` tokens of each request's pages, no mask; key and
         value (num_pages, block_size, num_heads, size). What lies past a length may be NaN."""
         ...
+
+
+class DensePrefill(MLAPrefillBackend):
+    """Through the kernels of a backend for keys and values, which says where they run."""
+
+    dense_backend: ClassVar[type[AttentionBackend]]
+
+    def __init__(self, num_heads: int, scale: float, dimensions: MLADimensions) -> None:
+        super().__init__(num_heads, scale, dimensions)
+        self._variant = AttentionVariant.from_impl_args(num_heads=num_heads, scale=scale)
+
+    @classmethod
+    def is_available(cls) -> str | None:
+        return cls.dense_backend.is_available()
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return cls.dense_backend.supports_compute_capability(capability)
+
+    @classmethod
+    def supports_dtype(cls, dtype: torch.dtype) -> bool:
+        return cls.dense_backend.supports_dtype(dtype)
 
 
 class RequestwisePrefill(MLAPrefillBackend):

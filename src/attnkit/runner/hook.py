@@ -35,10 +35,8 @@ _LAYER = "attnkit_layer"
 class _InSteps(PagedLayer):
     """A layer of a model that is run step by step: outside of a step it raises."""
 
-    def _run(self, *tensors: Any) -> None:
-        if current_forward_context() is None:
-            raise ModelError(_outside(self.layer_name))
-        super()._run(*tensors)
+    def _check_outside(self, kv_cache: torch.Tensor | None, attn_metadata: Any | None) -> None:
+        raise ModelError(_outside(self.layer_name))
 
 
 class ModelLayer(_InSteps, Attention):
@@ -218,7 +216,9 @@ def run_attention(
             "attnkit; use torch.no_grad() or torch.inference_mode(), or train with another "
             "attn_implementation"
         )
-    num_rows, _, num_tokens, _ = query.shape
+    num_rows, num_tokens = query.shape[0], query.shape[2]
+    if num_tokens == 1 and not torch.compiler.is_compiling():  # The shortest way, for decodes.
+        return layer.forward(query.squeeze(2), key.squeeze(2), value.squeeze(2)).unsqueeze(1), None
     output = layer(_rows(query), _rows(key), _rows(value))
     return output.unflatten(0, (num_rows, num_tokens)), None
 

@@ -112,17 +112,20 @@ def make_indexer(
     name: str,
     facts: IndexerFacts,
     lists: torch.Tensor,
+    *,
+    kv_cache_dtype: str,
     dtype: torch.dtype,
     block_size: int,
     backend: str | type[AttentionBackend],
 ) -> LightningIndexer:
-    """Ours in the place of a model's, with keys that are stored plainly, as the model computes them.
+    """Ours in the place of a model's.
 
     Args:
         name: key of its cache.
         facts: of the model's.
         lists: int32 (most tokens of a step, topk_tokens), where it runs.
-        dtype: of keys.
+        kv_cache_dtype: what keys are stored as.
+        dtype: of keys that are stored plainly, as transformers' models compute them.
         block_size: tokens in a block of the layer that it serves.
         backend: of that layer, as the user named it; one of ours says which kernels go with it.
 
@@ -139,7 +142,7 @@ def make_indexer(
         facts.head_size,
         facts.topk_tokens,
         max_num_batched_tokens=lists.shape[0],
-        kv_cache_dtype="auto",
+        kv_cache_dtype=kv_cache_dtype,
         dtype=dtype,
         device=lists.device,
         layer_name=name,

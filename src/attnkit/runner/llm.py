@@ -17,6 +17,7 @@ import torch
 from attnkit.arguments import check_attribute, is_count
 from attnkit.contract import AttentionBackend
 from attnkit.errors import CacheError, ConfigurationError, ModelError, RequestError
+from attnkit.indexer import check_index_format
 from attnkit.kvcache.transfer import KVConnector
 from attnkit.runner.arguments import check_backend, check_counts, check_modes
 from attnkit.runner.checkpoint import resolve_checkpoint
@@ -81,6 +82,7 @@ class LLM:
         compile: bool = False,
         cuda_graphs: bool | None = None,
         seed: int = 0,
+        index_cache_dtype: str = "auto",
         debug_poison: bool = False,
         notice: Callable[[str], None] | None = None,
     ) -> None:
@@ -114,6 +116,9 @@ class LLM:
                 they are first needed, and replay them. None: on a GPU, if every layer's backend and the
                 model allow it (`explain` says it); True: or raise.
             seed: of requests whose SamplingParams have none.
+            index_cache_dtype: how a model whose layers choose keys (DeepSeek-V3.2) stores the keys of
+                its indexers: "fp8" (a byte a number and four a token, as the published kernels do), a
+                plain dtype, or "auto", the model's.
             debug_poison: fill fresh and freed pages with NaN.
             notice: called with a line of text before something slow (converting a GGUF file).
 
@@ -142,6 +147,7 @@ class LLM:
             seed=seed,
         )
         check_dtype_name(dtype)
+        check_index_format("index_cache_dtype", index_cache_dtype)
         check_backend(backend, where, dtype, block_size=block_size, kv_connector=kv_connector)
         tokens = max_num_batched_tokens
         tokens = (2048 if where.type == "cpu" else 8192) if tokens is None else tokens
@@ -178,6 +184,7 @@ class LLM:
             capture_sizes=capture_sizes(seqs) if captures else (),
             use_kv_connector=kv_connector,
             use_token_types=True,
+            index_cache_dtype=index_cache_dtype,
         )
         recorder, self._graphs_line = choose_recorder(packed, cuda_graphs)
         if compile:

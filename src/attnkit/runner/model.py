@@ -92,6 +92,7 @@ class PackedModel:
         capture_sizes: Sequence[int] = (),
         use_kv_connector: bool = False,
         use_token_types: bool = False,
+        index_cache_dtype: str = "auto",
     ) -> None:
         """Probe `model` and attach a layer to each of its attention modules.
 
@@ -107,23 +108,30 @@ class PackedModel:
             use_kv_connector: pages will be copied out of and into the cache.
             use_token_types: of a model whose tokens see each other by type, prompts with types will
                 come: its layers get a backend that does ranges, unless another is named.
+            index_cache_dtype: what indexers' keys are stored as, one of `attnkit.indexer.INDEX_FORMATS`.
 
         Raises:
             ModelError: the model cannot be driven.
-            ConfigurationError: a length or block size that is not allowed.
+            ConfigurationError: a length or block size that is not allowed, or a format of keys for a
+                model without indexers.
             BackendError: no backend for one of its layers.
         """
         self.model = model.eval()
         self.device = next(model.parameters()).device
         self.max_model_len = max_model_len_of(model.config, max_model_len)
         self.capture_sizes = tuple(capture_sizes)
-        self._use_kv_connector = use_kv_connector
+        self._use_kv_connector, self._index_cache_dtype = use_kv_connector, index_cache_dtype
         self._is_compiled = False
         self._choose: Choose = functools.cache(select)
         self._lists: dict[tuple[int, int], torch.Tensor] = {}
         self._previous = attention_names(model)
         with left_alone_on_error(model):
             facts = self._probe()
+            if index_cache_dtype != "auto" and not any(fact.indexer for fact in facts):
+                raise ConfigurationError(
+                    f"index_cache_dtype {index_cache_dtype!r} is for models whose layers choose keys "
+                    f"(DeepSeek-V3.2), and {type(model).__name__} has none; leave it out"
+                )
             self.token_types = facts[0].token_types
             self.takes_ranges = use_token_types and takes_ranges(facts[0], backend)
             self._build(facts, backend, block_size, max_num_seqs, max_num_batched_tokens)
@@ -383,7 +391,15 @@ class PackedModel:
         if shape not in self._lists:
             self._lists[shape] = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         name = f"{fact.name}.indexer"
-        ours = make_indexer(name, facts, self._lists[shape], fact.dtype, block_size, backend)
+        ours = make_indexer(
+            name,
+            facts,
+            self._lists[shape],
+            kv_cache_dtype=self._index_cache_dtype,
+            dtype=fact.dtype,
+            block_size=block_size,
+            backend=backend,
+        )
         return hook.ModelIndexer(facts, ours)
 
     def _dense_layer(

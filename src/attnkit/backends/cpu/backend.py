@@ -112,8 +112,9 @@ class CpuImpl(DenseImpl[CpuMetadata]):
             codes = self._codes(layer)
             if codes is None and key.dtype != kv_cache.dtype:
                 key, value = key.to(kv_cache.dtype), value.to(kv_cache.dtype)
-            slots = slot_mapping.contiguous()
-            self._kernels.write_kv(_rows(key), _rows(value), kv_cache, codes, slots)
+            if not slot_mapping.is_contiguous():
+                slot_mapping = slot_mapping.contiguous()
+            self._kernels.write_kv(_rows(key), _rows(value), kv_cache, codes, slot_mapping)
         else:
             self.cache_format.write(
                 key, value, kv_cache, slot_mapping, layer._k_scale, layer._v_scale

@@ -95,8 +95,23 @@ class NativeKernels:
         Raises:
             BatchError: a block id a request needs is outside the cache, or its row is too short.
         """
+        num_blocks, _, block_size, _ = kv_cache.shape
+        block, head, token, _ = kv_cache.stride()
+        strides = block, token, head
         value = query.shape[2] if codes is None else codes.value_offset
-        self.attend_pages(batch, layer, query, kv_cache, kv_cache[..., value:], codes, output, lse)
+        address = kv_cache.data_ptr()
+        self._call(
+            batch,
+            layer,
+            query,
+            (address, *strides),
+            (address + value * kv_cache.element_size(), *strides),
+            DTYPE_CODES[kv_cache.dtype] if codes is None else 0,
+            codes,
+            (num_blocks, block_size, batch.table_width),
+            output,
+            lse,
+        )
 
     def attend_pages(
         self,
@@ -119,9 +134,13 @@ class NativeKernels:
         """
         num_blocks, _, block_size, _ = key.shape
         strides = [x.stride() for x in (key, value)]
-        k, v = ((block, token, head) for block, head, token, _ in strides)
+        k, v = (
+            (x.data_ptr(), block, token, head)
+            for x, (block, head, token, _) in zip((key, value), strides, strict=True)
+        )
+        dtype = DTYPE_CODES[key.dtype] if codes is None else 0
         cache = (num_blocks, block_size, batch.table_width)
-        self._call(batch, layer, query, key, k, value, v, codes, cache, output, lse)
+        self._call(batch, layer, query, k, v, dtype, codes, cache, output, lse)
 
     def attend_tokens(
         self,
@@ -135,36 +154,34 @@ class NativeKernels:
     ) -> None:
         """Attend to K and V of this step's own tokens, (num_tokens, num_kv_heads, size) each; the
         batch was packed without a block table."""
-        k, v = ((0, x.stride(0), x.stride(1)) for x in (key, value))
-        self._call(batch, layer, query, key, k, value, v, None, (0, 1, 0), output, lse)
+        k, v = ((x.data_ptr(), 0, x.stride(0), x.stride(1)) for x in (key, value))
+        dtype = DTYPE_CODES[key.dtype]
+        self._call(batch, layer, query, k, v, dtype, None, (0, 1, 0), output, lse)
 
     def _call(
         self,
         batch: NativeBatch,
         layer: NativeLayer,
         query: torch.Tensor,
-        key: torch.Tensor,
-        key_strides: tuple[int, int, int],
-        value: torch.Tensor,
-        value_strides: tuple[int, int, int],
+        key: tuple[int, int, int, int],
+        value: tuple[int, int, int, int],
+        dtype: int,
         codes: NativeCodes | None,
         cache: tuple[int, int, int],
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        """The call. Strides are of blocks, tokens and heads; `cache` is its number of blocks, their
-        size, and the width of the block table."""
+        """The call. Keys and values are an address and the strides of blocks, tokens and heads;
+        `cache` is its number of blocks, their size, and the width of the block table."""
         status = self._attend(
             batch.address,
             layer.address,
             query.data_ptr(),
             DTYPE_CODES[query.dtype],
             *query.stride()[:2],
-            key.data_ptr(),
-            *key_strides,
-            value.data_ptr(),
-            *value_strides,
-            DTYPE_CODES[key.dtype] if codes is None else 0,
+            *key,
+            *value,
+            dtype,
             None if codes is None else codes.address,
             *cache,
             output.data_ptr(),

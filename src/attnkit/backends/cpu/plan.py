@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
 import torch
 
 from attnkit.backends.cpu.operands import NativeBatch
@@ -134,8 +133,8 @@ class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
         batch = common_attn_metadata
         num_reqs = batch.num_reqs
         query_start_loc = _int32(batch.query_start_loc[: num_reqs + 1])
-        starts = query_start_loc.numpy()
-        served = np.flatnonzero(starts[1:] > starts[:-1]).astype(np.int32)
+        starts = query_start_loc.tolist()
+        served = [r for r in range(num_reqs) if starts[r + 1] > starts[r]]
         if isinstance(batch.causal, torch.Tensor):
             causal = batch.causal[:num_reqs].to(torch.bool).contiguous()
         else:
@@ -143,8 +142,8 @@ class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
         encoder, prefix_lens = batch.encoder_seq_lens, batch.checked_rswa_prefix_lens()
         return CpuMetadata(
             num_actual_tokens=batch.num_actual_tokens,
-            num_tokens=int(starts[-1]),
-            served=torch.from_numpy(served),
+            num_tokens=starts[-1],
+            served=torch.tensor(served, dtype=torch.int32),
             query_start_loc=query_start_loc,
             seq_lens=_int32(batch.seq_lens[:num_reqs]),
             causal=causal,

@@ -18,9 +18,9 @@ from attnkit.backends.hopper.plan import PrefillPlan, num_sms_of, plan_row_tiles
 from attnkit.backends.hopper.prefill_plan import share_row_tiles
 from attnkit.backends.hopper.sm90 import Sm90Backend
 from attnkit.backends.hopper.tuning import LATENT_HEAD_SIZES, prefill_config
-from attnkit.contract import AttentionVariant, DeviceCapability, MLADimensions
+from attnkit.contract import MLADimensions
 from attnkit.mla.plan import ContextChunk, PrefillPart
-from attnkit.mla.prefill_backend import MLAPrefillBackend
+from attnkit.mla.prefill_backend import DensePrefill
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,28 +31,14 @@ class RaggedPlan:
     key_starts: torch.Tensor
 
 
-class HopperMLAPrefill(MLAPrefillBackend):
+class HopperMLAPrefill(DensePrefill):
     """Heads of DeepSeek-V2, -V3 and Kimi on Hopper GPUs, 16-bit."""
 
-    def __init__(self, num_heads: int, scale: float, dimensions: MLADimensions) -> None:
-        super().__init__(num_heads, scale, dimensions)
-        self._variant = AttentionVariant.from_impl_args(num_heads=num_heads, scale=scale)
+    dense_backend = Sm90Backend
 
     @staticmethod
     def get_name() -> str:
         return "hopper"
-
-    @classmethod
-    def is_available(cls) -> str | None:
-        return Sm90Backend.is_available()
-
-    @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        return Sm90Backend.supports_compute_capability(capability)
-
-    @classmethod
-    def supports_dtype(cls, dtype: torch.dtype) -> bool:
-        return Sm90Backend.supports_dtype(dtype)
 
     @classmethod
     def supports_dimensions(cls, dimensions: MLADimensions) -> str | None:

@@ -16,6 +16,7 @@ prefix that no window hides comes before them, in tiles seen whole and those cut
 import triton
 import triton.language as tl
 
+from attnkit.backends.triton.output import write_output
 from attnkit.backends.triton.tile import (
     EVERYTHING,
     add_values,
@@ -204,6 +205,8 @@ def attention_kernel(
     k_scale_ptr,
     v_scale_ptr,
     out_ptr,
+    out_scale_ptr,
+    out_block_scales_ptr,
     lse_ptr,
     query_start_loc_ptr,
     kv_lens_ptr,
@@ -247,6 +250,8 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,
     LINEAR: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
+    OUT_ENCODING: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
     SEARCH: tl.constexpr,
 ):
     """Pointers that are None switch their feature off; see `launch.attention_call` for the rest."""
@@ -408,12 +413,21 @@ def attention_kernel(
     if v_scale_ptr is not None:
         v_scale = head_scale(v_scale_ptr, kv_head, PER_HEAD)
     out, lse = finish(top, total, acc, sinks, log2_scale, v_scale)
-    columns = tl.arange(0, BLOCK_DV)
-    out_offsets = token * out_stride_token + head.to(tl.int64) * out_stride_head
-    tl.store(
-        out_ptr + out_offsets[:, None] + columns[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=live[:, None] & (columns < HEAD_SIZE_V)[None, :],
+    write_output(
+        out,
+        q_ptr,
+        out_ptr,
+        out_scale_ptr,
+        out_block_scales_ptr,
+        token,
+        head,
+        live,
+        out_stride_token,
+        out_stride_head,
+        HEAD_SIZE_V,
+        BLOCK_DV,
+        OUT_ENCODING,
+        OUT_UNIT,
     )
     if lse_ptr is not None:
         tl.store(lse_ptr + token * lse_stride_token + head, lse, mask=live)

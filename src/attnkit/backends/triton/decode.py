@@ -15,6 +15,7 @@ them. The bits are the same, so they depend neither on batch mates nor on the nu
 import triton
 import triton.language as tl
 
+from attnkit.backends.triton.output import write_output
 from attnkit.backends.triton.tile import (
     add_values,
     end_key_of,
@@ -111,6 +112,8 @@ def decode_kernel(
     k_scale_ptr,
     v_scale_ptr,
     out_ptr,
+    out_scale_ptr,
+    out_block_scales_ptr,
     lse_ptr,
     part_acc_ptr,
     part_top_ptr,
@@ -162,6 +165,8 @@ def decode_kernel(
     SEGMENT: tl.constexpr,
     LINEAR: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
+    OUT_ENCODING: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
 ):
     """Without `part_acc_ptr` each program does all segments of its tile and finishes them; with it,
     program s of `num_splits` does every request's s-th share and stores the parts.
@@ -356,11 +361,21 @@ def decode_kernel(
         if v_scale_ptr is not None:
             v_scale = head_scale(v_scale_ptr, kv_head, PER_HEAD)
         out, lse = finish(top, total, acc, sinks, log2_scale, v_scale)
-        out_offsets = token * out_stride_token + head.to(tl.int64) * out_stride_head
-        tl.store(
-            out_ptr + out_offsets[:, None] + columns[None, :],
-            out.to(out_ptr.dtype.element_ty),
-            mask=live[:, None] & value_columns[None, :],
+        write_output(
+            out,
+            q_ptr,
+            out_ptr,
+            out_scale_ptr,
+            out_block_scales_ptr,
+            token,
+            head,
+            live,
+            out_stride_token,
+            out_stride_head,
+            HEAD_SIZE_V,
+            BLOCK_DV,
+            OUT_ENCODING,
+            OUT_UNIT,
         )
         if lse_ptr is not None:
             tl.store(lse_ptr + token * lse_stride_token + head, lse, mask=live)
@@ -377,7 +392,10 @@ def decode_kernel(
     ],
 )
 def merge_kernel(
+    q_ptr,
     out_ptr,
+    out_scale_ptr,
+    out_block_scales_ptr,
     lse_ptr,
     part_acc_ptr,
     part_top_ptr,
@@ -409,6 +427,8 @@ def merge_kernel(
     BLOCK_N: tl.constexpr,
     SEGMENT: tl.constexpr,
     LINEAR: tl.constexpr,
+    OUT_ENCODING: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
     """Fold the parts of one row, query and head, in the order of the segments.
@@ -471,11 +491,21 @@ def merge_kernel(
         v_scale = head_scale(v_scale_ptr, head // GROUP_SIZE, PER_HEAD)
     out, lse = finish(top, total, acc, sinks, log2_scale, v_scale)
     token = (first_token + query).to(tl.int64) + one
-    out_offsets = token * out_stride_token + head.to(tl.int64) * out_stride_head
-    tl.store(
-        out_ptr + out_offsets[:, None] + columns[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=(one == 0)[:, None] & value_columns[None, :],
+    write_output(
+        out,
+        q_ptr,
+        out_ptr,
+        out_scale_ptr,
+        out_block_scales_ptr,
+        token,
+        head,
+        one == 0,
+        out_stride_token,
+        out_stride_head,
+        HEAD_SIZE_V,
+        BLOCK_DV,
+        OUT_ENCODING,
+        OUT_UNIT,
     )
     if lse_ptr is not None:
         tl.store(lse_ptr + token * lse_stride_token + head, lse)

@@ -15,14 +15,14 @@ import torch
 from attnkit.backends.dense import DenseImpl
 from attnkit.backends.stored import Stored
 from attnkit.backends.triton.configs import decode_config, decode_query_len, num_splits
-from attnkit.backends.triton.operands import Operands, Parts
+from attnkit.backends.triton.operands import Operands, OutputCodes, Parts
 from attnkit.backends.triton.plan import TritonMetadata
 from attnkit.contract import (
     AttentionLayer,
     AttentionType,
     QuantKey,
 )
-from attnkit.output_quant import OUTPUT_KEYS, QuantizedOutput, attend_then_quantize
+from attnkit.output_quant import QuantizedOutput
 
 _MAX_PARTS = 1 << 27
 """Float32 elements (512 MiB) that shared requests may take: batches whose parts need more have enough
@@ -37,7 +37,7 @@ class TritonImpl(DenseImpl[TritonMetadata]):
     backend_name = "triton"
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
-        return quant_key in OUTPUT_KEYS
+        return OutputCodes.are_supported(quant_key, self.head_size_v)
 
     def forward(
         self,
@@ -51,21 +51,23 @@ class TritonImpl(DenseImpl[TritonMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attend over the cache, or over `key` and `value` themselves for the encoder types."""
+        """Attend over the cache, or over `key` and `value` themselves for the encoder types.
+
+        Raises:
+            UnsupportedConfiguration: the output is in codes that no kernel writes.
+        """
+        quantized = None
         if output_scale is not None or output_block_scale is not None:
-            return attend_then_quantize(
-                self.forward,
-                self.head_size_v,
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                QuantizedOutput(codes=output, scale=output_scale, block_scale=output_block_scale),
+            quantized = QuantizedOutput(
+                codes=output, scale=output_scale, block_scale=output_block_scale
             )
+            if not self.fused_output_quant_supported(quantized.key):
+                self.refuse_output_scales(output_scale, output_block_scale)
         if attn_metadata is None:
-            output.zero_()
+            if quantized is None:
+                output.zero_()
+            else:
+                quantized.write(query.new_zeros(quantized.shape))
             return output
         # Here, so that the class can be asked questions where Triton is not installed.
         from attnkit.backends.triton import launch
@@ -82,10 +84,13 @@ class TritonImpl(DenseImpl[TritonMetadata]):
             stored = Stored(key=_rows(key[:num_tokens]), value=_rows(value[:num_tokens]))
         else:
             stored = self._stored(layer, kv_cache)
+        written: torch.Tensor | OutputCodes = output[:num_tokens]
+        if quantized is not None:
+            written = OutputCodes.of(quantized, self.num_heads, num_tokens)
         operands = Operands(
             query=_rows(query[:num_tokens]),
             stored=stored,
-            output=output[:num_tokens],
+            output=written,
             lse=lse,
             query_start_loc=plan.query_start_loc,
             kv_lens=plan.kv_lens,

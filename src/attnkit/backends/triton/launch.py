@@ -29,7 +29,7 @@ from attnkit.backends.triton.configs import (
 )
 from attnkit.backends.triton.decode import decode_kernel, merge_kernel
 from attnkit.backends.triton.interpreter import is_interpreting, repair_small_floats, shorten
-from attnkit.backends.triton.operands import Operands, Parts
+from attnkit.backends.triton.operands import Operands, OutputCodes, Parts
 from attnkit.backends.triton.write import encode_kernel, write_kernel
 from attnkit.contract import AttentionVariant
 
@@ -142,7 +142,7 @@ def attention_call(
         config: instead of `attention_config`.
     """
     o = operands
-    head_size, head_size_v = o.query.shape[-1], o.output.shape[-1]
+    head_size, head_size_v = o.query.shape[-1], o.head_size_v
     if config is None:
         config = attention_config(
             head_size,
@@ -201,7 +201,7 @@ def decode_calls(
     o = operands
     assert o.block_table is not None, "decoding reads pages"
     assert num_splits == 1 or parts is not None, f"{num_splits} splits need memory for their parts"
-    head_size, head_size_v = o.query.shape[-1], o.output.shape[-1]
+    head_size, head_size_v = o.query.shape[-1], o.head_size_v
     if config is None:
         config = decode_config(
             head_size,
@@ -250,7 +250,10 @@ def decode_calls(
     if parts is None:
         return (decode,)
     names = (
+        "q_ptr",
         "out_ptr",
+        "out_scale_ptr",
+        "out_block_scales_ptr",
         "lse_ptr",
         "k_scale_ptr",
         "v_scale_ptr",
@@ -268,6 +271,8 @@ def decode_calls(
         "lse_stride_token",
         "HEAD_SIZE_V",
         "BLOCK_DV",
+        "OUT_ENCODING",
+        "OUT_UNIT",
     )
     merge = KernelCall(
         kernel=merge_kernel,
@@ -360,6 +365,9 @@ def _group_tiles(group_size: int, block_m: int) -> tuple[int, int]:
 
 
 def _tensors(o: Operands, variant: AttentionVariant) -> dict[str, torch.Tensor | None]:
+    written, codes = o.output, None
+    if isinstance(written, OutputCodes):
+        written, codes = written.codes, written
     return {
         "q_ptr": o.query,
         "k_ptr": o.stored.key,
@@ -368,7 +376,9 @@ def _tensors(o: Operands, variant: AttentionVariant) -> dict[str, torch.Tensor |
         "v_scales_ptr": o.stored.v_scales,
         "k_scale_ptr": o.stored.k_scale,
         "v_scale_ptr": o.stored.v_scale,
-        "out_ptr": o.output,
+        "out_ptr": written,
+        "out_scale_ptr": None if codes is None else codes.scale,
+        "out_block_scales_ptr": None if codes is None else codes.block_scales,
         "lse_ptr": o.lse,
         "query_start_loc_ptr": o.query_start_loc,
         "kv_lens_ptr": o.kv_lens,
@@ -401,6 +411,10 @@ def _strides(o: Operands) -> dict[str, int]:
     paged = o.block_table is not None
     rows = 2 if paged else 0
     key, value = o.stored.places
+    if isinstance(o.output, OutputCodes):
+        out_strides = [n // o.output.unit for n in o.output.codes.stride()]
+    else:
+        out_strides = o.output.stride()
     return {
         "q_stride_token": o.query.stride(0),
         "q_stride_head": o.query.stride(1),
@@ -410,21 +424,24 @@ def _strides(o: Operands) -> dict[str, int]:
         "v_stride_page": value.stride(0) if paged else 0,
         "v_stride_row": value.stride(rows),
         "v_stride_head": value.stride(1),
-        "out_stride_token": o.output.stride(0),
-        "out_stride_head": o.output.stride(1),
+        "out_stride_token": out_strides[0],
+        "out_stride_head": out_strides[1],
         "lse_stride_token": 0 if o.lse is None else o.lse.stride(0),
         "table_stride": 0 if o.block_table is None else o.block_table.stride(0),
     }
 
 
 def _sizes(o: Operands) -> dict[str, int]:
-    head_size, head_size_v = o.query.shape[-1], o.output.shape[-1]
+    head_size, head_size_v = o.query.shape[-1], o.head_size_v
+    codes = o.output if isinstance(o.output, OutputCodes) else None
     return {
         "HEAD_SIZE": head_size,
         "HEAD_SIZE_V": head_size_v,
         "BLOCK_D": padded(head_size),
         "BLOCK_DV": padded(head_size_v),
         "PAGE_SIZE": 1 if o.block_table is None else o.stored.key.shape[2],
+        "OUT_ENCODING": int(Encoding.NONE if codes is None else codes.encoding),
+        "OUT_UNIT": 1 if codes is None else codes.unit,
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from attnkit.backends.stored import Encoding
 from attnkit.backends.triton.configs import DecodeConfig, padded
 from attnkit.backends.triton.decode import merge_kernel
 from attnkit.backends.triton.launch import KernelCall
@@ -145,6 +146,11 @@ def mla_decode_calls(
         grid=(o.num_reqs * part_rows * heads,),
         arguments={
             **common,
+            "q_ptr": o.query,
+            "out_scale_ptr": None,
+            "out_block_scales_ptr": None,
+            "OUT_ENCODING": int(Encoding.NONE),
+            "OUT_UNIT": 1,
             "v_scale_ptr": pages.k_scale,
             "max_segments": num_splits,
             "causal_ptr": None,

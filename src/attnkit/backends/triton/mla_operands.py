@@ -129,3 +129,8 @@ class LatentOperands:
     def num_reqs(self) -> int:
         """Requests, padding rows included."""
         return self.kv_lens.shape[0]
+
+    @property
+    def head_size_v(self) -> int:
+        """Numbers of a head of the output."""
+        return self.output.shape[-1]

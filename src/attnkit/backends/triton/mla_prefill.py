@@ -9,30 +9,21 @@ import torch
 
 from attnkit.backends.stored import Stored
 from attnkit.backends.triton.backend import TritonBackend
-from attnkit.backends.triton.operands import Operands
-from attnkit.contract import AttentionVariant, DeviceCapability, MLADimensions
+from attnkit.backends.triton.operands import Operands, OutputCodes
+from attnkit.contract import MLADimensions
 from attnkit.mla.plan import ContextChunk, PrefillPart
-from attnkit.mla.prefill_backend import MLAPrefillBackend
+from attnkit.mla.prefill_backend import DensePrefill
+from attnkit.output_quant import QuantizedOutput
 
 
-class TritonMLAPrefill(MLAPrefillBackend):
+class TritonMLAPrefill(DensePrefill):
     """On any GPU that Triton compiles for, or in its interpreter."""
 
-    def __init__(self, num_heads: int, scale: float, dimensions: MLADimensions) -> None:
-        super().__init__(num_heads, scale, dimensions)
-        self._variant = AttentionVariant.from_impl_args(num_heads=num_heads, scale=scale)
+    dense_backend = TritonBackend
 
     @staticmethod
     def get_name() -> str:
         return "triton"
-
-    @classmethod
-    def is_available(cls) -> str | None:
-        return TritonBackend.is_available()
-
-    @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        return TritonBackend.supports_compute_capability(capability)
 
     @classmethod
     def supports_dimensions(cls, dimensions: MLADimensions) -> str | None:
@@ -50,6 +41,33 @@ class TritonMLAPrefill(MLAPrefillBackend):
         value: torch.Tensor,
         plan: PrefillPart,
         output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        self._attend_to_own(query, key, value, plan, output, lse)
+
+    @classmethod
+    def supports_quant_output(cls) -> bool:
+        return True
+
+    def run_prefill_to_codes(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: PrefillPart,
+        output: QuantizedOutput,
+        lse: torch.Tensor,
+    ) -> None:
+        codes = OutputCodes.of(output, self.num_heads, query.shape[0])
+        self._attend_to_own(query, key, value, plan, codes, lse)
+
+    def _attend_to_own(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: PrefillPart,
+        output: torch.Tensor | OutputCodes,
         lse: torch.Tensor,
     ) -> None:
         self._attend(

@@ -1,4 +1,5 @@
-"""Operands: the tensors of one attention step; Parts: memory for the states of split requests.
+"""Operands: the tensors of one attention step; OutputCodes: how its output is written as codes; Parts:
+memory for the states of split requests.
 
 In: tensors from whoever has them. Out: the same, checked against each other, with the counts that follow
 from their shapes. Host code; does not need Triton.
@@ -11,7 +12,53 @@ from typing import Protocol
 
 import torch
 
-from attnkit.backends.stored import Codes, Stored
+from attnkit.backends.stored import Codes, Encoding, Stored
+from attnkit.contract import QuantKey
+from attnkit.output_quant import OUTPUT_KEYS, QuantizedOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OutputCodes:
+    """What a kernel makes of its output instead of numbers: a `QuantizedOutput`. T tokens, H heads.
+
+    Attributes:
+        codes: uint8 (T, H, bytes of a head), contiguous.
+        scale: float32 (1,), given; None: the format has none.
+        block_scales: float32, or uint8 of e4m3, (T, H, scales of a head), contiguous, written; None: the
+            format has none.
+        encoding: of a number.
+        unit: bytes of codes that share a scale of `block_scales`; without these 1.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor | None
+    block_scales: torch.Tensor | None
+    encoding: Encoding
+    unit: int
+
+    @staticmethod
+    def are_supported(key: QuantKey, head_size_v: int) -> bool:
+        """Whether a kernel, which has a head of a row at a time, can write such codes."""
+        group = key.scale.group_shape.col
+        return key in OUTPUT_KEYS and (group < 0 or head_size_v % group == 0)
+
+    @classmethod
+    def of(cls, quantized: QuantizedOutput, num_heads: int, num_tokens: int) -> OutputCodes:
+        """Views of the first rows of an output whose key `are_supported`."""
+        packed = quantized.codes.dtype is torch.uint8
+        codes = quantized.codes.view(torch.uint8)[:num_tokens].view(num_tokens, num_heads, -1)
+        scale, blocks, unit = quantized.scale, quantized.block_scale, 1
+        if blocks is not None:
+            blocks = blocks.view(torch.uint8) if blocks.itemsize == 1 else blocks
+            blocks = blocks[:num_tokens].view(num_tokens, num_heads, -1)
+            unit = codes.shape[-1] // blocks.shape[-1]
+        return cls(
+            codes=codes,
+            scale=None if scale is None else scale.view(1),
+            block_scales=blocks,
+            encoding=Encoding.NVFP4 if packed else Encoding.E4M3,
+            unit=unit,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -22,7 +69,7 @@ class Operands:
         query: (T, num_heads, head_size).
         stored: K and V: pages (num_blocks, num_kv_heads, block_size, ...), any strides but 1 for the
             last; without a block table numbers (T, num_kv_heads, size).
-        output: (T, num_heads, head_size_v).
+        output: (T, num_heads, head_size_v), numbers or codes of them.
         lse: float32 (T, num_heads); None: not wanted.
         query_start_loc: int32 (R + 1,).
         kv_lens: int32 (R,): keys of each request. Not read without a block table: there the keys are
@@ -38,7 +85,7 @@ class Operands:
 
     query: torch.Tensor
     stored: Stored
-    output: torch.Tensor
+    output: torch.Tensor | OutputCodes
     lse: torch.Tensor | None
     query_start_loc: torch.Tensor
     kv_lens: torch.Tensor
@@ -49,17 +96,20 @@ class Operands:
     tree: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        q, out, lse = self.query, self.output, self.lse
+        q, lse = self.query, self.lse
         k, v = self.stored.key, self.stored.value
+        out, size = self.output, self.head_size_v
+        if isinstance(out, OutputCodes):
+            size //= 2 if out.encoding is Encoding.NVFP4 else 1
+            out = out.codes
         ndim = 3 if self.block_table is None else 4
         assert k.dim() == v.dim() == ndim, f"key {k.shape} and value {v.shape} are not {ndim}-d"
         assert k.shape[:-1] == v.shape[:-1], f"key {k.shape} does not fit value {v.shape}"
-        per_element = 2 if self.stored.codes in (Codes.INT4, Codes.NVFP4) else 1
-        assert q.shape[-1] == k.shape[-1] * per_element, (
+        assert q.shape[-1] == k.shape[-1] * self._per_element, (
             f"query {q.shape} does not fit key {k.shape}"
         )
         assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads over {k.shape[1]} KV heads"
-        assert out.shape == (*q.shape[:2], v.shape[-1] * per_element), f"output is {out.shape}"
+        assert out.shape == (*q.shape[:2], size), f"output is {out.shape}"
         for name, x in (("query", q), ("key", k), ("value", v), ("output", out)):
             assert x.stride(-1) == 1 or x.shape[-1] == 1, f"{name} has last stride {x.stride(-1)}"
         assert lse is None or (lse.shape == q.shape[:2] and lse.dtype == torch.float32), lse
@@ -74,6 +124,16 @@ class Operands:
     def num_reqs(self) -> int:
         """Requests, padding rows included."""
         return self.kv_lens.shape[0]
+
+    @property
+    def _per_element(self) -> int:
+        """Numbers in an element of K and V."""
+        return 2 if self.stored.codes in (Codes.INT4, Codes.NVFP4) else 1
+
+    @property
+    def head_size_v(self) -> int:
+        """Numbers of a head of the output."""
+        return self.stored.value.shape[-1] * self._per_element
 
     @property
     def num_kv_heads(self) -> int:
@@ -104,7 +164,7 @@ class SplitOperands(Protocol):
     @property
     def query(self) -> torch.Tensor: ...
     @property
-    def output(self) -> torch.Tensor: ...
+    def head_size_v(self) -> int: ...
     @property
     def num_reqs(self) -> int: ...
 
@@ -131,7 +191,7 @@ class Parts:
     def numel(operands: SplitOperands, part_rows: int, max_segments: int) -> int:
         """float32 elements that `of` needs."""
         rows = operands.num_reqs * part_rows * operands.query.shape[1]
-        return rows * max_segments * (operands.output.shape[-1] + 2)
+        return rows * max_segments * (operands.head_size_v + 2)
 
     @classmethod
     def of(
@@ -139,7 +199,7 @@ class Parts:
     ) -> Parts:
         """Lay the three out in float32 memory of at least `numel` elements."""
         num_parts = operands.num_reqs * part_rows * operands.query.shape[1] * max_segments
-        num_acc = num_parts * operands.output.shape[-1]
+        num_acc = num_parts * operands.head_size_v
         return cls(
             acc=memory[:num_acc],
             top=memory[num_acc : num_acc + num_parts],

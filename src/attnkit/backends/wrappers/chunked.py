@@ -9,14 +9,14 @@ needs to know nothing, and a chunk's bits depend on the chunk alone.
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
+from attnkit.backends.wrappers.builder import WrappingBuilder
 from attnkit.contract import (
     AttentionBackend,
-    AttentionMetadataBuilder,
     ChunkedLocalAttentionSpec,
     CommonAttentionMetadata,
     KVCacheSpec,
@@ -47,31 +47,21 @@ def chunked_local(backend: type[AttentionBackend]) -> type[AttentionBackend]:
     )
 
 
-class ChunkedLocalBuilder(AttentionMetadataBuilder[Any]):
+class ChunkedLocalBuilder(WrappingBuilder):
     """Cuts requests into virtual ones and lets the wrapped builder plan those.
 
     Not for captured graphs: how many virtual requests there are depends on where requests stand.
     """
 
-    inner_cls: ClassVar[type[AttentionMetadataBuilder[Any]]]
-
-    def __init__(
-        self,
-        kv_cache_spec: KVCacheSpec,
-        layer_names: list[str],
-        vllm_config: Any,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    def inner_spec(self, kv_cache_spec: KVCacheSpec) -> KVCacheSpec:
         if not isinstance(kv_cache_spec, ChunkedLocalAttentionSpec):
             raise ConfigurationError(
-                f"layers {', '.join(layer_names)} keep {kv_cache_spec.kind}; chunked local attention "
-                "takes its chunk size from a ChunkedLocalAttentionSpec"
+                f"layers {', '.join(self.layer_names)} keep {kv_cache_spec.kind}; chunked local "
+                "attention takes its chunk size from a ChunkedLocalAttentionSpec"
             )
         check_chunk_size(kv_cache_spec.attention_chunk_size, kv_cache_spec.block_size)
         self._chunk_size = kv_cache_spec.attention_chunk_size
-        self._block_size = kv_cache_spec.block_size
-        self.inner = self.inner_cls(kv_cache_spec, layer_names, vllm_config, device)
+        return kv_cache_spec
 
     def build(
         self,
@@ -84,7 +74,7 @@ class ChunkedLocalBuilder(AttentionMetadataBuilder[Any]):
         Raises:
             BatchError: as `virtual_batch`.
         """
-        batch = virtual_batch(common_attn_metadata, self._chunk_size, self._block_size)
+        batch = virtual_batch(common_attn_metadata, self._chunk_size, self.kv_cache_spec.block_size)
         return self.inner.build(0, batch, fast_build)
 
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
+from attnkit.backends.wrappers.builder import WrappingBuilder
 from attnkit.contract import (
     AttentionBackend,
-    AttentionMetadataBuilder,
     AttentionSpec,
     CommonAttentionMetadata,
     KVCacheSpec,
@@ -43,27 +43,17 @@ def compressed(backend: type[AttentionBackend]) -> type[AttentionBackend]:
     return subclass_attention_backend("Compressed", backend, Builder)
 
 
-class CompressedBuilder(AttentionMetadataBuilder[Any]):
+class CompressedBuilder(WrappingBuilder):
     """Turns a batch of tokens into one of states and lets the wrapped builder plan that.
 
     Not for captured graphs: what it makes of a batch has no address of its own.
     """
 
-    inner_cls: ClassVar[type[AttentionMetadataBuilder[Any]]]
-
-    def __init__(
-        self,
-        kv_cache_spec: KVCacheSpec,
-        layer_names: list[str],
-        vllm_config: Any,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    def inner_spec(self, kv_cache_spec: KVCacheSpec) -> KVCacheSpec:
         assert isinstance(kv_cache_spec, AttentionSpec), kv_cache_spec
         check_tokens_per_state(kv_cache_spec.tokens_per_state, kv_cache_spec.block_size)
         self._tokens_per_state = kv_cache_spec.tokens_per_state
-        spec = replace(kv_cache_spec, block_size=kv_cache_spec.num_states, tokens_per_state=1)
-        self.inner = self.inner_cls(spec, layer_names, vllm_config, device)
+        return replace(kv_cache_spec, block_size=kv_cache_spec.num_states, tokens_per_state=1)
 
     def build(
         self,

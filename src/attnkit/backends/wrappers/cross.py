@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from attnkit.backends.wrappers.builder import WrappingBuilder
 from attnkit.backends.wrappers.impl import WrapperImpl, check_wrappable, dense_impl
 from attnkit.contract import (
     AttentionBackend,
     AttentionLayer,
-    AttentionMetadataBuilder,
     AttentionSpec,
     AttentionType,
     CommonAttentionMetadata,
@@ -71,22 +71,11 @@ def cross_attention(backend: type[AttentionBackend]) -> type[AttentionBackend]:
     )
 
 
-class CrossAttentionBuilder(AttentionMetadataBuilder[Any]):
+class CrossAttentionBuilder(WrappingBuilder):
     """Shows the wrapped builder the encoder's side of a batch."""
 
-    inner_cls: ClassVar[type[AttentionMetadataBuilder[Any]]]
-
-    def __init__(
-        self,
-        kv_cache_spec: KVCacheSpec,
-        layer_names: list[str],
-        vllm_config: Any,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._block_size = kv_cache_spec.block_size
-        spec = as_decoder(kv_cache_spec)
-        self.inner = self.inner_cls(spec, layer_names, vllm_config, device)
+    def inner_spec(self, kv_cache_spec: KVCacheSpec) -> KVCacheSpec:
+        return as_decoder(kv_cache_spec)
 
     def build(
         self,
@@ -99,7 +88,8 @@ class CrossAttentionBuilder(AttentionMetadataBuilder[Any]):
         Raises:
             BatchError: as `encoder_side`.
         """
-        return self.inner.build(0, encoder_side(common_attn_metadata, self._block_size), fast_build)
+        batch = encoder_side(common_attn_metadata, self.kv_cache_spec.block_size)
+        return self.inner.build(0, batch, fast_build)
 
 
 def as_decoder(spec: KVCacheSpec) -> FullAttentionSpec:

@@ -8,18 +8,17 @@ rule). The model hands these layers rows `logits_indices_padded` of its hidden s
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
+from attnkit.backends.wrappers.builder import WrappingBuilder
 from attnkit.backends.wrappers.impl import WrapperImpl, check_wrappable, dense_impl
 from attnkit.contract import (
     AttentionBackend,
     AttentionLayer,
-    AttentionMetadataBuilder,
     CommonAttentionMetadata,
-    KVCacheSpec,
     subclass_attention_backend_with_overrides,
 )
 from attnkit.errors import BatchError, UnsupportedConfiguration
@@ -54,20 +53,8 @@ def fast_prefill(backend: type[AttentionBackend]) -> type[AttentionBackend]:
     )
 
 
-class FastPrefillBuilder(AttentionMetadataBuilder[Any]):
+class FastPrefillBuilder(WrappingBuilder):
     """Plans the wanted tokens of a batch, or all where the batch does not say which are."""
-
-    inner_cls: ClassVar[type[AttentionMetadataBuilder[Any]]]
-
-    def __init__(
-        self,
-        kv_cache_spec: KVCacheSpec,
-        layer_names: list[str],
-        vllm_config: Any,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.inner = self.inner_cls(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
         self,

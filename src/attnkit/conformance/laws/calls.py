@@ -93,8 +93,14 @@ def lse_is_float32_per_token_and_head(subject: Subject) -> None:
 
 def codes_of_outputs_are_those_of_numbers(subject: Subject) -> None:
     """A quantised output is what quantising the output gives, to the bit, in every format the impl says
-    it writes; others are refused."""
-    case = base_case(subject, padding_tokens=2, padding_reqs=1, num_heads=16)
+    it writes; others are refused. Groups of neighbours reach over heads, and lie within one."""
+    padded = {"padding_tokens": 2, "padding_reqs": 1}
+    _expect_codes(subject, base_case(subject, **padded, num_heads=16))
+    if not subject.backend.is_mla() and subject.backend.supports_head_size(128):
+        _expect_codes(subject, base_case(subject, **padded, head_size=128))
+
+
+def _expect_codes(subject: Subject, case: Case) -> None:
     layer = subject.layer(case)
     inputs = subject.inputs(layer, case)
     want, _ = run_and_judge(subject, layer, inputs)

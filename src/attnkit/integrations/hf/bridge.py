@@ -115,7 +115,7 @@ class Bridge:
         num_rows, num_new = inputs.shape[:2]
         past, longest = pages.num_tokens, self.packed.max_model_len
         padding = _padding(who, mask, num_rows, num_new, pages)
-        if past + num_new - int(padding.min()) > longest:
+        if past + num_new > longest and past + num_new - int(padding.min()) > longest:
             raise ModelError(
                 f"{who} was given a row of {past + num_new - int(padding.min())} tokens, {past} of them "
                 f"cached, but takes {longest}; shorten it"
@@ -176,14 +176,14 @@ def _padding(
             f"the cache holds {len(pages.padding)} rows and the batch has {num_rows}; start with an "
             "empty cache, or repeat or select its rows first"
         )
+    if mask is None and pages.has_padding:
+        raise ModelError(
+            f"{who} was given no attention_mask, but rows in its cache begin with padding; pass the "
+            "mask of all tokens"
+        )
     known = np.zeros(num_rows, dtype=np.int64) if pages.padding is None else pages.padding
     if mask is None:
-        if (known > 0).any():
-            raise ModelError(
-                f"{who} was given no attention_mask, but rows in its cache begin with padding; pass the "
-                "mask of all tokens"
-            )
-        return np.zeros(num_rows, dtype=np.int64)
+        return known
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ModelError(
@@ -195,6 +195,10 @@ def _padding(
             f"{who} was given an attention_mask of shape {tuple(mask.shape)} for {num_rows} rows of "
             f"{past} cached and {num_new} new tokens; give one of shape {(num_rows, width)}"
         )
+    if not pages.has_padding and bool(
+        mask.all()
+    ):  # As in most steps, in which numpy is not warm yet.
+        return known
     visible = mask.detach().to("cpu", torch.bool).numpy()
     some = visible.any(axis=1)
     first = np.where(some, visible.argmax(axis=1), width)
@@ -215,4 +219,4 @@ def _padding(
             f"beginnings, but {known.tolist()} are padding in its cache; pass the mask it was filled "
             "with, and ones"
         )
-    return first
+    return known if np.array_equal(first, known) else first

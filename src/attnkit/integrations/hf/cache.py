@@ -33,6 +33,7 @@ class RowPages:
         packed: the model they belong to.
         num_tokens: columns in them, padding included: the same for every row.
         padding: int (num_rows,), how many of the first columns are padding; None before the first step.
+        has_padding: whether any is.
         cache: the memory; another object when it has grown, None before the first step.
     """
 
@@ -40,11 +41,16 @@ class RowPages:
         self.packed = packed
         self.num_tokens = 0
         self.padding: np.ndarray | None = None
+        self.has_padding = False
         self.cache: PagedKVCache | None = None
         self._rows: list[RequestBlocks] = []
         self._pool = BlockPool(2, enable_prefix_caching=False)
         self._manager = BlockManager(self._pool, packed.kv_plan.retentions)
-        self._keeps_past = False
+        self._keeps_past = all(r.is_full for r in packed.kv_plan.retentions)
+        # Of the last step: its batches, how many columns were before it, and how many more tokens fit
+        # into the pages of all rows.
+        self._batches: list[CommonAttentionMetadata] = []
+        self._begun, self._room = 0, 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowPages:
         """Pages of its own for the same model: a prompt computed once and continued several ways."""
@@ -65,6 +71,11 @@ class RowPages:
         Returns:
             One batch per group of `packed.kv_plan`.
         """
+        follows = self._begun + 1 == self.num_tokens and padding is self.padding
+        if follows and num_new == 1 and self._room > 0:
+            self._begun, self._room = self.num_tokens, self._room - 1
+            self._batches = _a_token_later(self._batches)
+            return self._batches
         num_rows = len(padding)
         if not self._rows:
             self._rows = [self._manager.new_request() for _ in range(num_rows)]
@@ -83,12 +94,18 @@ class RowPages:
         )
         host, moved = upload.send()
         starts = torch.full((num_rows,), self.num_tokens == 0 or num_new > 1)
-        return rows.batches(host, moved, starts)
+        self._batches, self._begun = rows.batches(host, moved, starts), self.num_tokens
+        self._room = 0
+        if self._keeps_past and not starts[0] and seq_lens.min() > 0:
+            sizes = np.array([r.block_size for r in plan.retentions])
+            self._room = int((-seq_lens[:, None] % sizes).min())
+        return self._batches
 
     def commit(self, num_new: int, padding: np.ndarray) -> None:
         """The step that was begun has been computed."""
         self.num_tokens += num_new
-        self.padding = padding
+        if padding is not self.padding:
+            self.padding, self.has_padding = padding, bool((padding > 0).any())
         if not self._keeps_past:
             for row, length in zip(self._rows, self._lengths(), strict=True):
                 self._manager.settle(row, (), length)
@@ -98,6 +115,7 @@ class RowPages:
         for row in self._rows:
             self._manager.release(row)
         self._rows, self.padding, self.num_tokens = [], None, 0
+        self.has_padding, self._room = False, 0
 
     def select(self, indices: Sequence[int]) -> None:
         """Rows as named, in this order, some perhaps several times; they share pages until they part."""
@@ -106,6 +124,7 @@ class RowPages:
         before = self._rows
         self._rows = [self._manager.fork(before[i]) for i in indices]
         self.padding = self.padding[list(indices)]
+        self.has_padding, self._room = bool((self.padding > 0).any()), 0
         for row in before:
             self._manager.release(row)
 
@@ -128,6 +147,7 @@ class RowPages:
                         "are gone; call activate_past_recording() on the cache before generating"
                     )
         self.num_tokens = max(0, self.num_tokens - num_tokens)
+        self._room = 0
 
     def keep_past(self) -> None:
         """Give no page back before `clear`, so that `cut` always works."""
@@ -164,6 +184,28 @@ class RowPages:
             cache.copy_blocks(self.cache, [(i, i) for i in range(1, self.cache.num_blocks)])
         self.cache = cache
         self._pool.extend(num_blocks)
+
+
+def _a_token_later(batches: Sequence[CommonAttentionMetadata]) -> list[CommonAttentionMetadata]:
+    """Batches of a decode step, for the step after it in the same pages.
+
+    To describe a step anew takes ten times as long, which a small model feels.
+    """
+    first = batches[0]
+    assert first.positions is not None
+    assert first.seq_lens_cpu_upper_bound is not None
+    positions, seq_lens = first.positions + 1, first.seq_lens + 1
+    on_host = seq_lens if seq_lens.device.type == "cpu" else first.seq_lens_cpu_upper_bound + 1
+    return [
+        batch.replace(
+            positions=positions,
+            seq_lens=seq_lens,
+            seq_lens_cpu_upper_bound=on_host,
+            max_seq_len=batch.max_seq_len + 1,
+            slot_mapping=batch.slot_mapping + 1,
+        )
+        for batch in batches
+    ]
 
 
 class PagedLayer(CacheLayerMixin):

@@ -1,0 +1,132 @@
+"""Whether a batch contradicts itself, or hides what a layer looks at: by what the host knows alone.
+
+In: a batch, and what a layer looks at. Out: nothing, or an error before anything is planned.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from attnkit.contract import CommonAttentionMetadata
+from attnkit.errors import BatchError
+
+
+class Looks(Protocol):
+    """A decoder layer, as far as its mask goes."""
+
+    layer_name: str
+    sliding_window: int | None
+    attention_chunk_size: int | None
+    use_rswa: bool
+
+
+def check_batch(batch: CommonAttentionMetadata, block_size: int) -> None:
+    """Whether tensors are of the batch's requests and tokens, and its offsets and numbers of one batch.
+
+    Args:
+        batch: of any kind of layer.
+        block_size: of the layer.
+
+    Raises:
+        BatchError: they are not.
+    """
+    if not isinstance(batch, CommonAttentionMetadata):
+        raise BatchError(
+            f"build got {type(batch).__name__}; give a CommonAttentionMetadata, from make_batch say"
+        )
+    if batch.block_size not in (None, block_size):
+        raise BatchError(
+            f"the batch speaks of blocks of {batch.block_size} tokens, the layer has blocks of "
+            f"{block_size}; make both with the same block_size"
+        )
+    starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].numpy()
+    num_tokens = int(starts[-1])
+    for name, needed, dtype in (
+        ("slot_mapping", num_tokens, torch.int64),
+        ("seq_lens", batch.num_reqs, torch.int32),
+        ("block_table_tensor", batch.num_reqs, torch.int32),
+        ("query_start_loc", batch.num_reqs + 1, torch.int32),
+    ):
+        tensor: torch.Tensor = getattr(batch, name)
+        if tensor.shape[0] < needed or tensor.dtype != dtype:
+            raise BatchError(
+                f"the batch of {batch.num_reqs} requests and {num_tokens} tokens has "
+                f"{tensor.shape[0]} entries of {tensor.dtype} in {name}; give {needed} of {dtype}"
+            )
+    query_lens = starts[1:] - starts[:-1]
+    if starts[0] != 0 or (query_lens < 0).any():
+        raise BatchError(
+            f"query_start_loc_cpu of the batch is {starts.tolist()}; give offsets from 0 that do not "
+            "fall"
+        )
+    for name, given, least in (
+        ("num_actual_tokens", batch.num_actual_tokens, num_tokens),
+        ("max_query_len", batch.max_query_len, int(query_lens.max(initial=0))),
+    ):
+        if given < least:
+            raise BatchError(
+                f"{name} of the batch is {given}, and query_start_loc_cpu makes it {least} at least"
+            )
+
+
+def check_lengths(batch: CommonAttentionMetadata, block_size: int) -> None:
+    """Whether requests are as long as is said, and their block tables long enough; on a CPU only, since
+    a device would have to be waited for.
+
+    Args:
+        batch: whose keys are the requests' own tokens.
+        block_size: of the layer.
+
+    Raises:
+        BatchError: they are not.
+    """
+    if batch.seq_lens.device.type != "cpu":
+        return
+    lens, width = batch.seq_lens[: batch.num_reqs].numpy(), batch.block_table_tensor.shape[1]
+    for row in np.flatnonzero((lens < 0) | (lens > min(batch.max_seq_len, width * block_size))):
+        raise BatchError(
+            f"request {row} of the batch has {lens[row]} tokens, beside a max_seq_len of "
+            f"{batch.max_seq_len} and a block table of {width} blocks of {block_size}; give lengths "
+            "from 0 that both hold"
+        )
+
+
+def check_freed(batch: CommonAttentionMetadata, layer: Looks) -> None:
+    """Whether a query sees a position whose page the batch says is freed.
+
+    Raises:
+        BatchError: one does; or lengths are not known on the host.
+    """
+    if batch.freed_cpu is None:
+        return
+    start, end = batch.freed_cpu.T
+    query_lens = batch.query_start_loc_cpu.numpy()[1:] - batch.query_start_loc_cpu.numpy()[:-1]
+    # Of the first query, which looks back furthest.
+    position = batch.host_seq_lens("freed_cpu").numpy() - query_lens
+    prefixes = batch.rswa_prefix_lens if layer.use_rswa else None
+    is_known = prefixes is not None and prefixes.device.type == "cpu"
+    prefix = prefixes.numpy() if is_known else 0  # type: ignore[union-attr]
+    seen = (end > _first_seen(batch, layer, position)) | (start < prefix)
+    for row in np.flatnonzero(seen & (start < end) & (query_lens > 0)):
+        raise BatchError(
+            f"request {row} has the null block for positions {start[row]} to {end[row] - 1}, and "
+            f"layer {layer.layer_name} looks at some of them from position {position[row]}; give the "
+            "blocks of all it sees"
+        )
+
+
+def _first_seen(batch: CommonAttentionMetadata, layer: Looks, position: np.ndarray) -> np.ndarray:
+    """The first key that a query of each request sees, apart from the prefix of R-SWA."""
+    if layer.sliding_window is not None:
+        first = position - layer.sliding_window + 1
+    elif layer.attention_chunk_size is not None:
+        first = position // layer.attention_chunk_size * layer.attention_chunk_size
+    else:
+        first = np.zeros_like(position)
+    for row, ranges in (batch.mm_req_doc_ranges or {}).items():
+        inside = [start for start, end in ranges if end >= position[row]]
+        first[row] = min([first[row], *inside])
+    return first
