@@ -323,8 +323,10 @@ class FlexImpl(DenseImpl[FlexMetadata]):
         variant = self.variant = self.variant.to(query.device)
         if self._soft_cap is not None:
             self._soft_cap = self._soft_cap.to(query.device)
-        # Eager products of 16-bit numbers are slow on a CPU, and round the scores.
-        dtype = torch.float32 if query.device.type == "cpu" else query.dtype
+        # Eager products of 16-bit numbers are slow on a CPU, and round the scores; a code times its
+        # scale is no 16-bit number.
+        is_wide = query.device.type == "cpu" or self.cache_format.codec is not None
+        dtype = torch.float32 if is_wide else query.dtype
         mask, seen = plan.mask_of(variant)
         if variant.attn_type in _CACHELESS:
             num_keys = plan.new.request.shape[0]

@@ -94,21 +94,15 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         plan = attn_metadata.plan(self._geometry(page_size))
         shape = (self.head_size, self.group_size, page_size, self._score(lse is not None))
         table = attn_metadata.block_table
-        operands: Operands | None = None
-
-        def checked() -> Operands:
-            nonlocal operands
-            if operands is None:
-                operands = self._operands(layer, query, kv_cache, output, lse, table)
-            return operands
-
+        operands = functools.partial(
+            self._operands, layer, query, kv_cache, output, lse, attn_metadata.block_table
+        )
         kind = (query.dtype, query.stride(), output.stride(), _offset(query, output), lse is None)
         if plan.prefill is not None:
-            p = plan.prefill
-            config = prefill_config(*shape, scaled=self._is_coded)
-            work = (p.starts, p.num_programs, p.records, config)
+            p, prompts = plan.prefill, prefill_config(*shape, scaled=self._is_coded)
+            work = (p.starts, p.num_programs, p.records, prompts)
             if self._is_coded:
-                unpacked = self._unpacked(checked(), p, attn_metadata)
+                unpacked = self._unpacked(operands(), p, attn_metadata)
                 prefill_call(unpacked, self.variant, *work).launch()
             else:
                 self._repeats.launch(
@@ -116,21 +110,21 @@ class HopperImpl(DenseImpl[HopperMetadata]):
                     kv_cache,
                     (p.num_programs,),
                     prefill_changes(query, output, lse, table, p.starts, p.records),
-                    lambda: prefill_call(checked(), self.variant, *work),
+                    lambda: prefill_call(operands(), self.variant, *work),
                 )
         if plan.decode is not None:
             d = plan.decode
-            config = decode_config(*shape, d.tile_rows, coded=self._is_coded)
-            work = (d.share, d.pieces, d.states, config)
+            decodes = decode_config(*shape, d.tile_rows, coded=self._is_coded)
+            parts = (d.share, d.pieces, d.states)
             if self._is_coded:
-                decode_call(checked(), self.variant, *work).launch()
+                decode_call(operands(), self.variant, *parts, decodes).launch()
             else:
                 self._repeats.launch(
                     ("decode", d.tile_rows, *kind),
                     kv_cache,
                     d.states.grid,
-                    decode_changes(query, output, lse, table, d.share, d.pieces, d.states),
-                    lambda: decode_call(checked(), self.variant, *work),
+                    decode_changes(query, output, lse, table, *parts),
+                    lambda: decode_call(operands(), self.variant, *parts, decodes),
                 )
         return output if lse is None else (output, lse)
 

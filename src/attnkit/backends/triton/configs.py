@@ -199,7 +199,7 @@ def mla_decode_config(
         # 64 keys with pages of their own spill.
         config = DecodeConfig(block_m=64, block_n=32, num_warps=8, num_stages=3, segment=512)
     if page_size == 1:
-        # Chosen keys are some thousands at most, and segments of 512 leave half of the multiprocessors idle.
+        # Chosen keys are some thousands at most; segments of 512 leave half of the card idle.
         config = replace(config, segment=128 if rows <= 16 else 256)
     columns = padded(rank) + padded(rope)
     return _fit(config, columns, columns, itemsize, kv_itemsize, gpu)

@@ -1,0 +1,171 @@
+"""Repeated launches: what changes is handed on, the rest is kept, and no memory of a step with it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from attnkit import Attention, PagedKVCache, make_batch
+from attnkit.backends.hopper.launch import KernelCall, States, decode_call, score_config
+from attnkit.backends.hopper.launch import Operands as HopperOperands
+from attnkit.backends.hopper.repeat import Repeats
+from attnkit.backends.hopper.tuning import decode_config
+from attnkit.contract import AttentionVariant
+
+
+class Compiled:
+    """What a launch returns: started again, it notes its grid and arguments."""
+
+    packed_metadata = ()
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *values: self.launches.append((grid, values))
+
+
+class Kernel:
+    """A jitted function whose first launch compiles it."""
+
+    arg_names = ("x_ptr", "cache_ptr", "unused_ptr", "slopes_ptr", "num", "CONFIG")
+
+    def __init__(self) -> None:
+        self.compiled = Compiled()
+        self.num_whole = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(**arguments: Any) -> Compiled:
+            self.num_whole += 1
+            return self.compiled
+
+        return launch
+
+
+def _call(kernel: Kernel, x: torch.Tensor, cache: torch.Tensor, slopes: torch.Tensor) -> KernelCall:
+    arguments = {
+        "x_ptr": x,
+        "cache_ptr": cache[1:],
+        "unused_ptr": x,
+        "slopes_ptr": slopes,
+        "num": len(x),
+        "CONFIG": "config",
+    }
+    return KernelCall(
+        kernel=kernel, grid=(3,), arguments=arguments, options={}, device=torch.device("cpu")
+    )
+
+
+def test_a_launch_is_repeated_with_what_changed_and_keeps_no_memory_of_a_step() -> None:
+    kernel, repeats = Kernel(), Repeats()
+    cache, slopes = torch.zeros(4, 8), torch.ones(2)
+
+    def step(num: int, cache: torch.Tensor = cache) -> torch.Tensor:
+        x = torch.zeros(num)
+        repeats.launch(
+            "key",
+            cache,
+            (num,),
+            {"x_ptr": x, "num": num},
+            lambda: _call(kernel, x, cache, slopes),
+        )
+        return x
+
+    gone = weakref.ref(step(2))
+    assert (kernel.num_whole, kernel.compiled.launches) == (1, [])
+    x = step(5)
+    ((grid, values),) = kernel.compiled.launches
+    assert grid == (5, 1, 1)
+    assert values[0] is x
+    assert values[1] == cache[1:].data_ptr()
+    assert values[3] is slopes
+    assert values[4:] == (5, "config")
+    step(0)
+    assert len(kernel.compiled.launches) == 1
+    # Another cache: everything is looked at again, and the old one is not kept alive.
+    other = torch.zeros(4, 8)
+    step(5, other)
+    assert kernel.num_whole == 2
+    kept = weakref.ref(other)
+    del other
+    gc.collect()
+    assert gone() is None
+    assert kept() is None
+
+
+def test_tensor_maps_move_to_another_tensor_and_keep_the_address_of_the_cache() -> None:
+    config = decode_config(128, 4, 16, score_config(AttentionVariant(scale=1.0), lse=False), 16)
+    cache = torch.zeros(6, 2, 16, 256, dtype=torch.bfloat16)
+    query = torch.zeros(3, 8, 128, dtype=torch.bfloat16)
+    work = torch.zeros(64, dtype=torch.int32)
+    call = decode_call(
+        HopperOperands(
+            query=query,
+            key=cache[..., :128],
+            value=cache[..., 128:],
+            output=torch.empty_like(query),
+            lse=None,
+            block_table=work.view(1, -1),
+        ),
+        AttentionVariant(scale=1.0),
+        work,
+        work.view(-1, 16),
+        States.make(4, config, "cpu"),
+        config,
+    )
+    kernel = Kernel()
+    kernel.arg_names = ("q_desc", "v_desc")  # type: ignore[assignment]
+    call = KernelCall(
+        kernel=kernel, grid=call.grid, arguments=call.arguments, options={}, device=call.device
+    )
+    repeats = Repeats()
+    longer = torch.zeros(7, 8, 128, dtype=torch.bfloat16)
+    for q in (query, longer):
+        repeats.launch("key", cache, (4,), {"q_desc": q}, lambda: call)
+    ((_, (moved, values)),) = kernel.compiled.launches
+    assert moved.base is longer
+    assert moved.shape == [7, 2, 4, 128]
+    assert moved.strides == call.arguments["q_desc"].strides
+    assert call.arguments["q_desc"].shape == [3, 2, 4, 128]
+    assert values.base.data_ptr() == cache[..., 128:].data_ptr()
+    assert not isinstance(values.base, torch.Tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_repeated_launches_compute_what_first_ones_do(kv_cache_dtype: str) -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs sm_90")
+    device = "cuda"
+
+    def make() -> tuple[Attention, torch.Tensor]:
+        layer = Attention(
+            32,
+            128,
+            num_kv_heads=8,
+            dtype=torch.bfloat16,
+            device=device,
+            backend="hopper",
+            kv_cache_dtype=kv_cache_dtype,
+        )
+        spec = layer.get_kv_cache_spec()
+        assert spec is not None
+        return layer, PagedKVCache({layer.layer_name: spec}, 40, device=device)[layer.layer_name]
+
+    layer, cache = make()
+    for lens in ([5, 60, 64], [1, 1, 1], [3, 40, 1], [1, 1, 1]):
+        kv_lens = [n + 3 for n in lens]
+        tables = [[1 + 5 * i + j for j in range(-(-n // 16))] for i, n in enumerate(kv_lens)]
+        batch = make_batch(lens, kv_lens, tables, 16, device=device)
+        fresh, other = make()
+        other.copy_(cache)
+        shape = (sum(lens), 32 + 16, 128)
+        q, k, v = torch.randn(shape, dtype=torch.bfloat16, device=device).split([32, 8, 8], dim=1)
+        out = layer(q, k, v, cache, layer.make_builder().build(0, batch))
+        want = fresh(q, k, v, other, fresh.make_builder().build(0, batch))
+        assert torch.equal(out, want)
+        assert torch.equal(cache.view(torch.uint8), other.view(torch.uint8))
