@@ -146,7 +146,7 @@ class Draw:
             self._rows = rows
 
     def take_back(self) -> None:
-        """Instead of `read`: the step is torn, and another will choose its tokens by the same numbers."""
+        """Instead of `read`: the step is torn; another will choose its tokens by the same numbers."""
         take_back(self._states, self._uniforms)
 
     def read(self) -> list[Sampled]:
