@@ -11,7 +11,7 @@ import torch
 from attnkit import Attention, MLAAttention, PagedKVCache, make_batch
 from attnkit.backends.cpu.backend import CpuImpl
 from attnkit.backends.flash_attn import FlashAttnImpl
-from attnkit.backends.flex import FlexImpl
+from attnkit.backends.flex.backend import FlexImpl
 from attnkit.backends.hopper.impl import HopperImpl
 from attnkit.backends.reference import ReferenceImpl
 from attnkit.backends.reference_mla import ReferenceMLAImpl

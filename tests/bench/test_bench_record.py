@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import attnkit
 from attnkit.bench import machine, plot
 from attnkit.bench.record import Record, Row, compare, load, save, standings
 from attnkit.bench.roofline import Ceilings
@@ -80,6 +81,23 @@ def made() -> Record:
         workloads=facts,
         rows=tuple(rows),
     )
+
+
+def test_an_exported_tree_inside_another_repository_has_no_history_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "another project"]):
+        subprocess.run([*git, *command], check=True)
+    for root in (tmp_path, tmp_path / "exported"):
+        package = root / "src" / "attnkit" / "__init__.py"
+        package.parent.mkdir(parents=True)
+        package.touch()
+    monkeypatch.setattr(attnkit, "__file__", str(package))
+    assert machine.source("abc") == {"version": attnkit.__version__, "commit": "abc", "dirty": None}
+    monkeypatch.setattr(attnkit, "__file__", str(tmp_path / "src" / "attnkit" / "__init__.py"))
+    assert machine.source("abc")["dirty"]
+    assert len(machine.source("abc")["commit"]) == 40
 
 
 def test_a_record_is_read_back_as_it_was(tmp_path: Path) -> None:

@@ -364,6 +364,46 @@ def test_by_name_refuses_what_it_cannot_read(llama):
         llama.set_attn_implementation("eager")
 
 
+def test_by_name_a_cache_is_taken_over_and_goes_on_with_its_model_alone():
+    """Filled by eager; then by name, the first call of which copies its keys, and all later ones not."""
+    model, other = tiny_models.make_model(), tiny_models.make_model()
+
+    def call(model: Any, start: int, end: int, cache: Any) -> torch.Tensor:
+        positions = torch.arange(start, end)[None]
+        given = {"attention_mask": MASK[:, :end], "position_ids": positions, "use_cache": True}
+        return model(IDS[:, start:end], past_key_values=cache, **given).logits
+
+    with torch.no_grad():
+        expected = model(IDS, attention_mask=MASK, position_ids=torch.arange(20)[None]).logits
+        cache = transformers.DynamicCache()
+        parts = [call(model, 0, 9, cache)]
+        for m in (model, other):
+            m.set_attn_implementation("attnkit")
+        with (
+            pytest.MonkeyPatch.context() as patch
+        ):  # In the midst of the pass in which layers are made.
+            patch.setattr(model.model.layers[1].mlp, "forward", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(IDS)
+        parts += [call(model, a, b, cache) for a, b in ((9, 10), (10, 15))]
+        assert isinstance(cache.layers[0], PagedLayer)
+        twin = copy.deepcopy(cache)
+        parts += [call(model, a, a + 1, cache) for a in range(15, 20)]
+        seen = MASK.bool()
+        torch.testing.assert_close(torch.cat(parts, 1)[seen], expected[seen], atol=2e-5, rtol=2e-5)
+        assert twin.get_seq_length() == 15
+        torch.testing.assert_close(call(model, 15, 16, twin), parts[-5], atol=2e-5, rtol=2e-5)
+        other(IDS)
+        with pytest.raises(ModelError, match="belongs to another model"):
+            call(other, 16, 17, twin)
+        model.set_attn_implementation("eager")
+        with pytest.raises(ModelError, match="only the model that filled it"):
+            call(model, 16, 17, twin)
+        model.set_attn_implementation("attnkit")
+        with pytest.raises(ModelError, match=r"hides .* padding in its cache"):
+            model(IDS[:, :1], attention_mask=torch.ones(3, 17), past_key_values=twin)
+
+
 def test_generate_batch_does_not_let_a_third_party_in(enabled):
     """A fact of transformers: when this fails, it does, and the bridge should use it."""
     with pytest.raises(ValueError, match="not supported for continuous batching"):

@@ -258,6 +258,13 @@ def test_the_same_round_trip_through_an_older_shape_and_the_logical_one() -> Non
         ({"overlays": [("a", "a")]}, "overlays name layer 'a' 2 times"),
         ({"backends": {"x": Old}}, "backends names layer 'x'"),
         ({"num_blocks": 2**31}, "more than int32 block ids can name"),
+        *(
+            (
+                {"num_blocks": 2**30, "layout": layout, "specs": {"a": _spec(head_size=2**20)}},
+                r"GiB of pages in one piece are more than cpu gives \(.*; give fewer blocks",
+            )
+            for layout in (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+        ),
         (
             {"num_blocks": 2**29, "kernel_block_size": 1},
             f"give at most {(2**31 - 1) // 12}",

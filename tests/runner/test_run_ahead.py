@@ -10,6 +10,7 @@ from attnkit import SamplingParams
 from attnkit.runner.engine import Engine
 from attnkit.runner.entry import Entry
 from attnkit.runner.model import PackedModel
+from attnkit.runner.sampler import Draw
 from attnkit.runner.scheduler import Scheduler
 
 pytest.importorskip("transformers")
@@ -148,6 +149,37 @@ def test_aborted_in_flight_gives_its_pages_back(
     assert engine.stats.num_used_blocks == 0
     assert not engine.scheduler.has_work
     assert tokens(run(engine, *[greedy(20)] * 4)) == expected
+
+
+@pytest.mark.parametrize("where", ["read", "__init__"])
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_a_torn_step_gives_its_random_numbers_back(
+    packed: PackedModel, runs_ahead: bool, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step whose tokens do not come down takes the one after it along; both draw again."""
+    params = [
+        SamplingParams(temperature=1.0, seed=s, max_tokens=9, ignore_eos=True) for s in (3, 4)
+    ]
+    right = tokens(run(make_engine(packed), *params))
+    work, calls = getattr(Draw, where), []
+
+    def failing(*args: Any) -> Any:
+        calls.append(None)
+        if len(calls) in (3, 4):
+            raise RuntimeError("the device is gone")
+        return work(*args)
+
+    monkeypatch.setattr(Draw, where, failing)
+    engine = make_engine(packed, runs_ahead=runs_ahead)
+    entries = [engine.add(p, s) for p, s in zip(PROMPTS, params, strict=False)]
+    num_torn = 0
+    while not all(entry.request.is_finished for entry in entries):
+        try:
+            engine.step()
+        except RuntimeError:
+            num_torn += 1
+    assert num_torn == 2
+    assert tokens(entries) == right
 
 
 def test_a_step_ahead_that_fails_loses_no_token(

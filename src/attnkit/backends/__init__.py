@@ -10,7 +10,7 @@ BACKENDS: dict[str, str] = {
     "cpu": "attnkit.backends.cpu.backend:CpuBackend",
     "flash_attn": "attnkit.backends.flash_attn:FlashAttnBackend",
     "flashinfer": "attnkit.backends.flashinfer:FlashInferBackend",
-    "flex": "attnkit.backends.flex:FlexBackend",
+    "flex": "attnkit.backends.flex.backend:FlexBackend",
     "reference": "attnkit.backends.reference:ReferenceBackend",
 }
 

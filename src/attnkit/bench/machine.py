@@ -85,8 +85,10 @@ def source(commit: str | None = None) -> dict[str, Any]:
         commit: what to write where the tree carries no git history; it is taken as clean.
     """
     root = Path(attnkit.__file__).resolve().parents[2]
+    top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
     found = _output("git", "-C", str(root), "rev-parse", "HEAD")
-    if found is None:
+    # An exported tree may lie inside another repository, whose history is not its own.
+    if top is None or found is None or Path(top).resolve() != root:
         return {"version": attnkit.__version__, "commit": commit, "dirty": None}
     changed = _output("git", "-C", str(root), "status", "--porcelain", "--", "src")
     return {"version": attnkit.__version__, "commit": found, "dirty": bool(changed)}

@@ -110,11 +110,20 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
     torch.zeros writes every byte: 4 GiB take seconds and are gone although a run uses a few pages.
     A private anonymous mapping is zero by definition. It asks for huge pages: without them a CPU
     waits for the translation of addresses, and decodes of long contexts take a third longer.
+
+    Raises:
+        CacheError: the device has no room for it.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or num_bytes == 0 or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        if device.type != "cpu" or num_bytes == 0 or not hasattr(mmap, "MAP_ANONYMOUS"):
+            return torch.zeros(shape, dtype=dtype, device=device)
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, RuntimeError) as error:  # of the system, and of torch
+        raise CacheError(
+            f"{num_bytes / 2**30:,.1f} GiB of pages in one piece are more than {device} gives "
+            f"({error}); give fewer blocks"
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # A kernel may know the word and have none.
             memory.madvise(mmap.MADV_HUGEPAGE)

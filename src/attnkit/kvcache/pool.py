@@ -68,7 +68,8 @@ class PagedKVCache:
         Raises:
             CacheError: fewer than 2 blocks or more than int32 block ids, a page that cannot be
                 split, overlaid layers whose pages differ in bytes, names that have no spec, a
-                layout that cannot hold the specs, or a format that they do not have.
+                layout that cannot hold the specs, or a format that they do not have; or more
+                memory than there is.
             ConfigurationError: there is no such device.
         """
         _check_kinds(specs, overlays, backends)

@@ -410,10 +410,11 @@ class Engine:
         try:
             sampled = list(zip(flight.entries, flight.draw.read(), strict=True))
         except BaseException:
-            if self._flight is not None:
-                self.scheduler.discard(self._flight.output)
-                self._flight = None
-            self.scheduler.discard(flight.output)
+            later, self._flight = self._flight, None
+            for torn in (later, flight):
+                if torn is not None:
+                    torn.draw.take_back()
+                    self.scheduler.discard(torn.output)
             raise
         # A request may have ended with the step before.
         sampled = [(entry, s) for entry, s in sampled if not entry.request.is_finished]

@@ -216,11 +216,32 @@ def run_attention(
             "attnkit; use torch.no_grad() or torch.inference_mode(), or train with another "
             "attn_implementation"
         )
+    return call_layer(layer, query, key, value), None
+
+
+def call_layer(
+    layer: Attention | MLAAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *step: Any,
+) -> torch.Tensor:
+    """A layer's output for tensors of transformers' shapes.
+
+    Args:
+        layer: without an LSE.
+        query: [B, num_heads, T, head_size], key and value alike: row after row the tokens of the batch.
+        step: its cache and plan; none: from the `forward_context`.
+
+    Returns:
+        [B, T, num_heads, head_size_v].
+    """
     num_rows, num_tokens = query.shape[0], query.shape[2]
     if num_tokens == 1 and not torch.compiler.is_compiling():  # The shortest way, for decodes.
-        return layer.forward(query.squeeze(2), key.squeeze(2), value.squeeze(2)).unsqueeze(1), None
-    output = layer(_rows(query), _rows(key), _rows(value))
-    return output.unflatten(0, (num_rows, num_tokens)), None
+        rows: Any = layer.forward(query.squeeze(2), key.squeeze(2), value.squeeze(2), *step)
+        return rows.unsqueeze(1)
+    output = layer(_rows(query), _rows(key), _rows(value), *step)
+    return output.unflatten(0, (num_rows, num_tokens))
 
 
 def probe_attention(

@@ -40,7 +40,7 @@ from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.discovery import LayerFacts
 from attnkit.runner.indexers import IndexerFacts, make_indexer
 from attnkit.runner.loading import load_model
-from attnkit.runner.shared_pages import blocks_per_block, common_layout
+from attnkit.runner.shared_pages import allocate_pages, blocks_per_block
 from attnkit.runner.step import ImageRows, StepInputs
 from attnkit.runner.takeover import (
     attention_names,
@@ -240,16 +240,12 @@ class PackedModel:
         Raises:
             ConfigurationError: the layers' backends have no layout in common.
         """
-        backends = {name: layer.backend for name, layer in self.layers.items()}
-        first = next(iter(self.kv_plan.specs.values()))
-        return PagedKVCache(
-            self.kv_plan.specs,  # type: ignore[arg-type]
+        return allocate_pages(
+            self.kv_plan,
+            self.layers,
+            self.blocks_per_block,
+            self.device,
             num_blocks,
-            device=self.device,
-            layout=common_layout(set(backends.values())),
-            kernel_block_size=first.block_size // self.blocks_per_block,
-            overlays=self.kv_plan.storages,
-            backends=backends,
             poison=poison,
         )
 

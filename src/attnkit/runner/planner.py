@@ -10,13 +10,13 @@ from typing import Any
 
 from attnkit.contract import AttentionMetadataBuilder, CommonAttentionMetadata
 from attnkit.paged_layer import PagedLayer
-from attnkit.runner.model import PackedModel
+from attnkit.runner.shared_pages import PagedModel
 
 
 class StepPlanner:
     """Plans a step once per group of equal layers."""
 
-    def __init__(self, packed: PackedModel) -> None:
+    def __init__(self, packed: PagedModel) -> None:
         groups = list(enumerate(packed.kv_plan.groups))
         self._builders = [
             (i, names, builder)

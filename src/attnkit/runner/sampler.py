@@ -80,6 +80,7 @@ class SamplingState:
             seed = [int(number) % 2**64 for number in given]
             # Philox: streams of different seeds do not overlap, and PCG's do not promise that.
             self.generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
+        self._taken_back: list[float] = []
         self.seen: torch.Tensor | None = None
         if params.repetition_penalty != 1:
             self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
@@ -89,6 +90,17 @@ class SamplingState:
     def plain(self) -> bool:
         """An argmax is all this row needs."""
         return self.greedy and self.seen is None and self.params.logprobs is None
+
+    def uniform(self) -> float:
+        """The random number of the next token; 0 where none is drawn."""
+        if self.generator is None:
+            return 0.0
+        return self._taken_back.pop() if self._taken_back else self.generator.random()
+
+    def take_back(self, uniform: float) -> None:
+        """Draw this number again: its token was never known. Later ones are taken back before."""
+        if self.generator is not None:
+            self._taken_back.append(uniform)
 
     def append(self, token_id: int) -> None:
         """Note a token that was sampled."""
@@ -108,6 +120,7 @@ class Draw:
         token_ids: torch.Tensor,
         columns: Sequence[torch.Tensor],
         states: Sequence[SamplingState],
+        uniforms: Sequence[float],
         num_top: int,
     ) -> None:
         """
@@ -116,10 +129,11 @@ class Draw:
             columns: float64 [num_rows, ...], what comes down beside them: a row's largest score, then
                 those of `_logprob_columns`.
             states: one per row.
+            uniforms: their random numbers.
             num_top: likeliest tokens among the columns.
         """
         self.token_ids = token_ids
-        self._states, self._num_top = states, num_top
+        self._states, self._uniforms, self._num_top = states, uniforms, num_top
         # float64 holds every token id, so all comes down in one copy.
         rows = torch.cat([token_ids.double()[:, None], *columns], dim=1)
         self._arrival: torch.cuda.Event | None = None
@@ -130,6 +144,10 @@ class Draw:
             self._arrival.record()
         else:
             self._rows = rows
+
+    def take_back(self) -> None:
+        """Instead of `read`: the step is torn; another will choose its tokens by the same numbers."""
+        take_back(self._states, self._uniforms)
 
     def read(self) -> list[Sampled]:
         """Wait for the tokens, and let their states note them. Once."""
@@ -153,24 +171,42 @@ def draw(logits: torch.Tensor, states: Sequence[SamplingState]) -> Draw:
         logits: [num_rows, vocab_size], any float dtype; not changed.
         states: one per row.
     """
+    uniforms = [state.uniform() for state in states]
+    try:
+        return _choose(logits, states, uniforms)
+    except BaseException:
+        take_back(states, uniforms)
+        raise
+
+
+def take_back(states: Sequence[SamplingState], uniforms: Sequence[float]) -> None:
+    """`SamplingState.take_back` of each row."""
+    for state, uniform in zip(states, uniforms, strict=True):
+        state.take_back(uniform)
+
+
+def _choose(
+    logits: torch.Tensor, states: Sequence[SamplingState], uniforms: Sequence[float]
+) -> Draw:
     if all(state.plain for state in states):
         best, ids = logits.max(dim=-1)
-        return Draw(ids, [best.double()[:, None]], states, 0)
+        return Draw(ids, [best.double()[:, None]], states, uniforms, 0)
     raw = logits.float()
     scores = _penalise(raw, states)
     best, ids = scores.max(dim=-1)
     drawn = [r for r, state in enumerate(states) if not state.greedy]
     if len(drawn) == len(states):
-        ids = _draw(scores, states)
+        ids = _draw(scores, states, uniforms)
     elif drawn:
         index = torch.tensor(drawn, device=logits.device)
-        ids = ids.index_copy(0, index, _draw(scores[index], [states[r] for r in drawn]))
+        rows = [states[r] for r in drawn], [uniforms[r] for r in drawn]
+        ids = ids.index_copy(0, index, _draw(scores[index], *rows))
     columns = [best.double()[:, None]]
     num_top = max((s.params.logprobs or 0) for s in states)
     wanted = any(s.params.logprobs is not None for s in states)
     if wanted:
         columns += _logprob_columns(raw, ids, num_top)
-    return Draw(ids, columns, states, num_top)
+    return Draw(ids, columns, states, uniforms, num_top)
 
 
 def _penalise(scores: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
@@ -188,8 +224,10 @@ def _penalise(scores: torch.Tensor, states: Sequence[SamplingState]) -> torch.Te
     return scores.index_copy(0, index, part)
 
 
-def _draw(scores: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
-    """One token id per row, by inverting the distribution function at one uniform number."""
+def _draw(
+    scores: torch.Tensor, states: Sequence[SamplingState], uniforms: Sequence[float]
+) -> torch.Tensor:
+    """One token id per row, by inverting the distribution function at its uniform number."""
     vocab_size = scores.shape[1]
     numbers = [
         (
@@ -197,9 +235,9 @@ def _draw(scores: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor
             min(s.params.top_k if s.params.top_k > 0 else vocab_size, vocab_size),
             s.params.top_p,
             s.params.min_p,
-            s.generator.random() if s.generator is not None else 0.0,
+            uniform,
         )
-        for s in states
+        for s, uniform in zip(states, uniforms, strict=True)
     ]
     columns = torch.tensor(numbers, dtype=torch.float64).to(scores.device).unbind(1)
     temperature, top_k, top_p, min_p, uniform = (c[:, None] for c in columns)

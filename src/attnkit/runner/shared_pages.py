@@ -1,17 +1,48 @@
 """Pages that every backend of a model reads: how large its kernels' blocks are, and in which layout.
 
-In: the plan of a cache and the layers that use it. Out: a number, a layout, or an error that names who
-reads what.
+In: the plan of a cache and the layers that use it. Out: a number, a layout, the memory, or an error that
+names who reads what.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
+
+import torch
 
 from attnkit.contract import AttentionBackend, KVCacheLayout, MultipleOf
 from attnkit.errors import ConfigurationError
 from attnkit.kvcache.groups import KVCachePlan
+from attnkit.kvcache.pool import PagedKVCache
 from attnkit.paged_layer import PagedLayer
+
+
+class PagedModel(Protocol):
+    """Layers over pages, whose steps are planned together.
+
+    Attributes:
+        layers: by name, in the order of the forward pass.
+        kv_plan: what they keep in the cache, and which of them share a block table.
+        blocks_per_block: kernel blocks in a page.
+        device: where they run.
+    """
+
+    @property
+    def layers(self) -> Mapping[str, PagedLayer]: ...
+
+    @property
+    def kv_plan(self) -> KVCachePlan: ...
+
+    @property
+    def blocks_per_block(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def allocate(self, num_blocks: int) -> PagedKVCache:
+        """Memory for `num_blocks` pages of every layer, the null block included."""
+        ...
 
 
 def blocks_per_block(plan: KVCachePlan, layers: Mapping[str, PagedLayer]) -> int:
@@ -44,6 +75,42 @@ def common_layout(backends: set[type[AttentionBackend]]) -> KVCacheLayout:
     raise ConfigurationError(
         f"the chosen backends have no KV cache layout in common that keeps layers apart ({named}); "
         "choose one backend for all layers"
+    )
+
+
+def allocate_pages(
+    plan: KVCachePlan,
+    layers: Mapping[str, PagedLayer],
+    blocks_per_block: int,
+    device: torch.device,
+    num_blocks: int,
+    *,
+    poison: bool = False,
+) -> PagedKVCache:
+    """Memory for `num_blocks` pages of every layer, in a layout all backends can read.
+
+    Args:
+        plan: of the cache.
+        layers: that use it.
+        blocks_per_block: kernel blocks in a page.
+        device: where they run.
+        num_blocks: the null block included.
+        poison: fill pages with NaN (see `PagedKVCache`).
+
+    Raises:
+        ConfigurationError: the layers' backends have no layout in common.
+    """
+    backends = {name: layer.backend for name, layer in layers.items()}
+    first = next(iter(plan.specs.values()))
+    return PagedKVCache(
+        plan.specs,  # type: ignore[arg-type]
+        num_blocks,
+        device=device,
+        layout=common_layout(set(backends.values())),
+        kernel_block_size=first.block_size // blocks_per_block,
+        overlays=plan.storages,
+        backends=backends,
+        poison=poison,
     )
 
 

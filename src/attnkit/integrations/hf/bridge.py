@@ -171,11 +171,7 @@ def _padding(
     """
     past = pages.num_tokens
     width = past + num_new
-    if pages.padding is not None and len(pages.padding) != num_rows:
-        raise ModelError(
-            f"the cache holds {len(pages.padding)} rows and the batch has {num_rows}; start with an "
-            "empty cache, or repeat or select its rows first"
-        )
+    pages.check_num_rows(num_rows)
     if mask is None and pages.has_padding:
         raise ModelError(
             f"{who} was given no attention_mask, but rows in its cache begin with padding; pass the "
@@ -213,10 +209,4 @@ def _padding(
             f"{who} was given an attention_mask that hides cached tokens at the end of row {row}; pad "
             "in front (padding_side='left')"
         )
-    if pages.padding is not None and (np.minimum(first, past) != np.minimum(known, past)).any():
-        raise ModelError(
-            f"{who} was given an attention_mask that hides {first.tolist()} tokens at the rows' "
-            f"beginnings, but {known.tolist()} are padding in its cache; pass the mask it was filled "
-            "with, and ones"
-        )
-    return known if np.array_equal(first, known) else first
+    return pages.known_padding(who, first)

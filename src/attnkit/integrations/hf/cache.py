@@ -21,7 +21,7 @@ from attnkit.errors import ModelError
 from attnkit.kvcache.blocks import NULL_BLOCK, BlockPool
 from attnkit.kvcache.pool import PagedKVCache
 from attnkit.kvcache.tables import BlockManager, RequestBlocks
-from attnkit.runner.model import PackedModel
+from attnkit.runner.shared_pages import PagedModel
 from attnkit.runner.step import StepRows
 from attnkit.upload import Upload
 
@@ -34,12 +34,13 @@ class RowPages:
         num_tokens: columns in them, padding included: the same for every row.
         padding: int (num_rows,), how many of the first columns are padding; None before the first step.
         has_padding: whether any is.
+        num_steps: that were begun.
         cache: the memory; another object when it has grown, None before the first step.
     """
 
-    def __init__(self, packed: PackedModel) -> None:
+    def __init__(self, packed: PagedModel) -> None:
         self.packed = packed
-        self.num_tokens = 0
+        self.num_tokens = self.num_steps = 0
         self.padding: np.ndarray | None = None
         self.has_padding = False
         self.cache: PagedKVCache | None = None
@@ -60,6 +61,40 @@ class RowPages:
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
+    def known_padding(self, who: str, first: np.ndarray, *, has_padding: bool = True) -> np.ndarray:
+        """Padding that a mask shows, checked against the cache's, whose object it is if nothing changed.
+
+        Args:
+            who: gave the mask, as errors call it.
+            first: int (num_rows,), how many of each row's first columns are hidden, all of them if need
+                be.
+            has_padding: whether any is.
+
+        Raises:
+            ModelError: the cache has other rows, or other padding.
+        """
+        self.check_num_rows(len(first))
+        known, past = self.padding, self.num_tokens
+        if known is None:
+            return first
+        if not has_padding and not self.has_padding:
+            return known
+        if (np.minimum(first, past) != np.minimum(known, past)).any():
+            raise ModelError(
+                f"{who} was given an attention_mask that hides {first.tolist()} tokens at the rows' "
+                f"beginnings, but {known.tolist()} are padding in its cache; pass the mask it was "
+                "filled with, and ones"
+            )
+        return known if np.array_equal(first, known) else first
+
+    def check_num_rows(self, num_rows: int) -> None:
+        """Raises ModelError where the cache has other rows."""
+        if self.padding is not None and len(self.padding) != num_rows:
+            raise ModelError(
+                f"the cache holds {len(self.padding)} rows and the batch has {num_rows}; start with an "
+                "empty cache, or repeat or select its rows first"
+            )
+
     def begin(self, num_new: int, padding: np.ndarray) -> list[CommonAttentionMetadata]:
         """Reserve pages for a step and describe it. Nothing counts until `commit`.
 
@@ -71,6 +106,7 @@ class RowPages:
         Returns:
             One batch per group of `packed.kv_plan`.
         """
+        self.num_steps += 1
         follows = self._begun + 1 == self.num_tokens and padding is self.padding
         if follows and num_new == 1 and self._room > 0:
             self._begun, self._room = self.num_tokens, self._room - 1
@@ -279,7 +315,7 @@ class PagedLayer(CacheLayerMixin):
         self.pages.keep_past()
 
 
-def pages_in(cache: Any, packed: PackedModel) -> RowPages:
+def pages_in(cache: Any, packed: PagedModel) -> RowPages:
     """The pages behind transformers' cache object; an empty `DynamicCache` gets some.
 
     Raises:

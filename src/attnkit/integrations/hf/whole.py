@@ -1,22 +1,25 @@
 """attn_implementation="attnkit" by name alone: each call brings all of its keys, and we page them.
 
 In: one attention call of a model nobody has given to `enable`, with the keys and values that whichever
-cache of transformers holds. Out: its output, through our backend. The keys are copied into pages in
-every call, which `enable` spares. What a layer is follows from its first call.
+cache of transformers holds. Out: its output, through our backend. What a layer is follows from its first
+call. From the second call of the model on, a `DynamicCache` without windows is `taken` over into our
+pages; of all other caches the keys are copied into pages in every call, which `enable` spares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
 
 from attnkit.contract import CommonAttentionMetadata, ModelConfig, VllmConfig
 from attnkit.errors import ModelError
+from attnkit.integrations.hf.taken import Rows, RowsMask, TakenModel
 from attnkit.layer import Attention
 from attnkit.runner import hook
 from attnkit.runner.discovery import AttentionCall, layer_facts
@@ -32,33 +35,8 @@ _WHOLE = "attnkit_whole_layer"
 
 def register() -> None:
     """Make the name known to transformers. Registering again changes nothing."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, describe_mask)
-
-
-@dataclass(slots=True)
-class _Rows:
-    """What a mask says of one forward pass; its layers share the plans made of it.
-
-    Attributes:
-        num_keys: keys of each row, padding included.
-        padding: int (num_rows,), how many of the first ones are padding.
-        width: how many keys the last token sees.
-        plans: by `plan_key` and page.
-    """
-
-    num_keys: int
-    padding: np.ndarray
-    width: int
-    plans: dict[Any, Any] = field(default_factory=dict)
-
-
-class RowsMask(hook.TaggedMask):
-    """A mask without content that says what its rows are."""
-
-    rows: _Rows
 
 
 def describe_mask(
@@ -84,9 +62,10 @@ def describe_mask(
             f"the cache has room for {kv_length} keys where {int(q_offset) + q_length} tokens are "
             "known, as static caches have; use a dynamic one"
         )
-    keys = torch.arange(kv_offset, kv_offset + kv_length)
-    queries = keys[-q_length:]
-    width = _width(mask_function, batch_size, queries, keys)
+    width: int | None = kv_length
+    if mask_function is not causal_mask_function:
+        keys = torch.arange(kv_offset, kv_offset + kv_length)
+        width = _width(mask_function, batch_size, keys[-q_length:], keys)
     if use_vmap or width is None:
         raise ModelError(
             "the model asks for a mask that is neither causal nor a causal sliding window (packed "
@@ -94,7 +73,9 @@ def describe_mask(
             "another attn_implementation"
         )
     padding = np.zeros(batch_size, dtype=np.int64)
-    if attention_mask is not None:
+    has_padding = attention_mask is not None and not bool(attention_mask[:, -kv_length:].all())
+    if has_padding:
+        assert attention_mask is not None
         visible = attention_mask[:, -kv_length:].to("cpu", torch.bool).numpy()
         padding = np.where(visible.any(axis=1), visible.argmax(axis=1), kv_length)
         # Padding at the end is not seen by what comes before, and belongs to this step alone.
@@ -108,7 +89,7 @@ def describe_mask(
             )
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).as_subclass(RowsMask)
     mask.mask_function = mask_function
-    mask.rows = _Rows(kv_length, padding, width)
+    mask.rows = Rows(kv_length, q_length, padding, has_padding, width)
     return mask
 
 
@@ -151,10 +132,17 @@ def attend(
             "what it may see; leave attention masks of your own out, or use another attn_implementation"
         )
     layer = getattr(module, _WHOLE, None)
+    if rows.step is not None and layer is not None:
+        plans, caches = rows.step
+        name = layer.layer_name
+        return hook.call_layer(layer, query, key, value, caches[name], plans[name]), None
     if layer is None:
         call = AttentionCall(module, query, key, value, attention_mask, options)
         layer = _make_layer(call)
         object.__setattr__(module, _WHOLE, layer)
+        if rows.model is None:
+            rows.model = TakenModel(module)
+        rows.model.by_index[getattr(module, "layer_idx", -1)] = layer
     if rows.num_keys > layer.vllm_config.model_config.max_model_len:
         raise ModelError(
             f"{where} was given {rows.num_keys} tokens, but takes "
@@ -165,14 +153,12 @@ def attend(
             f"{where} has a sliding window of {layer.sliding_window} but a mask of {rows.width} keys, "
             "and attnkit cannot tell which is meant; use another attn_implementation"
         )
-    num_rows, _, num_tokens, _ = query.shape
     pages = _pages(layer, key, value, rows)
     kind = (*plan_key(layer), layer.block_size)
     if kind not in rows.plans:
-        rows.plans[kind] = layer.build(_batch(layer, rows, num_tokens))
-    tokens = (x[:, :, -num_tokens:].transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    output = layer(*tokens, pages, rows.plans[kind])
-    return output.unflatten(0, (num_rows, num_tokens)), None
+        rows.plans[kind] = layer.build(_batch(layer, rows))
+    new = (x[:, :, -rows.num_new :] for x in (query, key, value))
+    return hook.call_layer(layer, *new, pages, rows.plans[kind]), None
 
 
 def _width(
@@ -253,7 +239,7 @@ def _make_layer(call: AttentionCall) -> Attention:
     return layer if preferred == default else make(preferred, layer.backend)
 
 
-def _batch(layer: Attention, rows: _Rows, num_tokens: int) -> CommonAttentionMetadata:
+def _batch(layer: Attention, rows: Rows) -> CommonAttentionMetadata:
     """The step's rows, whose keys are in their pages already."""
     num_rows, width = len(rows.padding), -(-rows.num_keys // layer.block_size)
     seq_lens = rows.num_keys - rows.padding
@@ -261,7 +247,7 @@ def _batch(layer: Attention, rows: _Rows, num_tokens: int) -> CommonAttentionMet
     upload = Upload(layer.device)
     described = StepRows(
         upload,
-        np.full(num_rows, num_tokens),
+        np.full(num_rows, rows.num_new),
         seq_lens,
         [tables.tolist()],
         [layer.block_size],
@@ -269,12 +255,12 @@ def _batch(layer: Attention, rows: _Rows, num_tokens: int) -> CommonAttentionMet
         writes=False,
     )
     host, moved = upload.send()
-    starts = torch.from_numpy(seq_lens == num_tokens)
+    starts = torch.from_numpy(seq_lens == rows.num_new)
     (batch,) = described.batches(host, moved, starts)
     return batch
 
 
-def _pages(layer: Attention, key: torch.Tensor, value: torch.Tensor, rows: _Rows) -> torch.Tensor:
+def _pages(layer: Attention, key: torch.Tensor, value: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Keys and values of every row in pages of its own, one row after the other from block 1 on."""
     spec = layer.get_kv_cache_spec()
     assert spec is not None

@@ -1,0 +1,1 @@
+"""FlexAttention as a backend: `backend` (host), `plan` (whose is what), `mask` (who sees whom)."""
