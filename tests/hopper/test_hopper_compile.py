@@ -65,6 +65,29 @@ def test_a_descriptor_left_on_one_path_is_found() -> None:
     assert "L_x_2" in found
 
 
+USED_THEN_FREED = """
+LDSM.16.M88.4 R132, [R138+0x18000] ;
+WARPGROUP.ARRIVE ;
+HGMMA.64x64x16.F32.BF16 R24, R132, gdesc[UR16], R24 ;
+BAR.SYNC.DEFER_BLOCKING 0x0, 0x80 ;
+@!P3 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR7+0x1a150], RZ ;
+"""
+FREED_THEN_USED = """
+LDSM.16.M88.4 R132, [R138+0x18000] ;
+BAR.SYNC.DEFER_BLOCKING 0x0, 0x80 ;
+@!P3 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR7+0x1a150], RZ ;
+HGMMA.64x64x16.F32.BF16 R24, R132, gdesc[UR16], R24 ;
+"""
+
+
+def test_memory_that_is_freed_under_a_load_is_found() -> None:
+    assert not aot.unread_loads(USED_THEN_FREED)
+    (found,) = aot.unread_loads(FREED_THEN_USED)
+    assert "R132" in found
+    # Loads in front of a loop are of memory that the loop does not free.
+    assert not aot.unread_loads(FREED_THEN_USED.replace("BAR", ".L_x_1:\nBAR", 1))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -74,6 +97,7 @@ def test_a_descriptor_left_on_one_path_is_found() -> None:
         ({"spills_in_loops": [9]}, "spill"),
         ({"warnings": ["(C7510) wgmma serialised"]}, "C7510"),
         ({"stale": ["HGMMA"]}, "stale"),
+        ({"unread": ["LDSM"]}, "unread"),
     ],
 )
 def test_a_bad_build_is_complained_about(change: dict, words: str) -> None:
@@ -86,6 +110,7 @@ def test_a_bad_build_is_complained_about(change: dict, words: str) -> None:
         "spills_in_loops": [0],
         "warnings": [],
         "stale": [],
+        "unread": [],
     }
     assert not aot.complaints(report)
     (complaint,) = aot.complaints({**report, **change})

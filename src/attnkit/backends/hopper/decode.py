@@ -36,6 +36,7 @@ from attnkit.backends.hopper.tile import (
     copy_tile,
     finish_scores,
     first_key_of,
+    free_before,
     mask_scores,
     numbers_of,
     online_softmax,
@@ -248,10 +249,10 @@ def consume(
             tile = first_tile + n
             slot = step % CONFIG.stages
             phase = (step // CONFIG.stages) & 1
+            free_before(step, empty, n > 0, CONFIG)
             mbarrier.wait(k_full.index(slot), phase)
             s = multiply_keys(q, k_tiles.index(slot), S_LAYOUT, CONFIG)
-            # From here on the next piece's Q may be on its way. Not from the load into registers: a
-            # load that has been issued may still read, and the copy engine does not queue behind it.
+            # From here on the next piece's Q may be on its way; not from its load on (`free_before`).
             if n == (0 if CONFIG.q_in_registers else num_tiles - 1):
                 mbarrier.arrive(q_empty, count=1)
             is_cut = tile * BLOCK_N + BLOCK_N > end_whole
@@ -277,10 +278,9 @@ def consume(
                 acc, odd = add_coded_values(p, v_tiles.index(slot), acc, odd, ACC_LAYOUT)
             else:
                 acc = add_values(p, v_tiles.index(slot), acc, ACC_LAYOUT, CONFIG)
-            # K and V at once: each arrival costs barriers of the whole warpgroup.
-            mbarrier.arrive(empty.index(slot), count=1)
             step += 1
 
+        free_before(step, empty, True, CONFIG)
         if TILE_ROWS != 64:
             total = gl.sum(total, 1)
         split, num_splits, first_program = read_split(record)

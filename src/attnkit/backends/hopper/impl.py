@@ -97,7 +97,7 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         operands = functools.partial(
             self._operands, layer, query, kv_cache, output, lse, attn_metadata.block_table
         )
-        kind = (query.dtype, query.stride(), output.stride(), _offset(query, output), lse is None)
+        kind = (_kind(query, output), table.dtype, lse is None)
         if plan.prefill is not None:
             p, prompts = plan.prefill, prefill_config(*shape, scaled=self._is_coded)
             work = (p.starts, p.num_programs, p.records, prompts)
@@ -145,14 +145,7 @@ class HopperImpl(DenseImpl[HopperMetadata]):
             call().launch()
             return
         self._repeats.launch(
-            (
-                "write",
-                key.dtype,
-                key.stride(),
-                value.stride(),
-                slot_mapping.dtype,
-                _offset(key, value),
-            ),
+            ("write", _kind(key, value), slot_mapping.dtype),
             kv_cache,
             write_grid(key, slot_mapping),
             write_changes(key, value, slot_mapping),
@@ -244,9 +237,10 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         return score
 
 
-def _offset(first: torch.Tensor, second: torch.Tensor) -> int:
-    """Bytes that either address is past a multiple of 16."""
-    return (first.data_ptr() | second.data_ptr()) % 16
+def _kind(first: torch.Tensor, second: torch.Tensor) -> tuple[object, ...]:
+    """What a compiled kernel depends on of two tensors that change with every step."""
+    offset = (first.data_ptr() | second.data_ptr()) % 16
+    return first.dtype, second.dtype, first.stride(), second.stride(), offset
 
 
 def _refuse(

@@ -24,6 +24,7 @@ from attnkit.backends.hopper.pieces import my_share, read_piece, read_split, rea
 from attnkit.backends.hopper.states import place_of_state, store_out, store_state
 from attnkit.backends.hopper.tile import (
     copy_tile,
+    free_before,
     mask_scores,
     online_softmax,
     pages_of_tile,
@@ -138,6 +139,7 @@ def consume(
         for n in range(0, num_tiles):
             tile = first_tile + n
             slot = step % CONFIG.stages
+            free_before(step, empty, n > 0, CONFIG)
             mbarrier.wait(full.index(slot), (step // CONFIG.stages) & 1)
             # Three sums, so that a product need not wait for the one before it.
             parts = ()
@@ -162,9 +164,9 @@ def consume(
                 v = strips.index(slot * STRIPS + c).load(B_LAYOUT)
                 sums = sums + (mma_v2(p, v, accs[c] * fade),)
             accs = sums
-            mbarrier.arrive(empty.index(slot), count=1)
             step += 1
 
+        free_before(step, empty, True, CONFIG)
         total = gl.sum(total, 1)
         split, num_splits, first_program = read_split(record)
         unit = read_unit(record)

@@ -118,6 +118,19 @@ def zero_before_window(boxes, slot, tile, first_key, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def free_before(step, empty, there, CONFIG: gl.constexpr):
+    """Free the tiles of the step before `step`, if there is one, by one arrival for K and V: each costs
+    barriers of the whole warpgroup.
+
+    Not at that step's end, where the assembler keeps products behind the arrival. A product that has
+    been issued has its operands; a load that has been may still read, and the copy engine does not
+    queue behind it. Products do not move over the border of two steps.
+    """
+    slot = (step + CONFIG.stages - 1) % CONFIG.stages
+    mbarrier.arrive(empty.index(slot), count=1, pred=there)
+
+
+@gluon.jit
 def numbers_of(codes, DTYPE: gl.constexpr):
     """float8_e4m3fn codes as numbers of a 16-bit DTYPE, exactly."""
     x = codes.to(gl.float8e4nv, bitcast=True).to(gl.float16)
