@@ -167,8 +167,13 @@ def test_a_backward_arrow_would_be_seen(tmp_path: Path) -> None:
 
 SHARED_BY_BACKENDS = {"codes", "dense", "libraries", "stored"}
 
-BUILT_ON = {("backends.hopper.mla", "backends.triton.mla")}
-"""Rows of latents are written, and prompts attended to, by the portable kernels on Hopper too."""
+BUILT_ON = {
+    ("backends.hopper.mla", "backends.triton.mla"),
+    ("backends.flash_attn_mla_prefill", "backends.flash_attn"),
+    ("backends.flashinfer_mla_prefill", "backends.flashinfer"),
+}
+"""Rows of latents are written, and prompts attended to, by the portable kernels on Hopper too. A library
+is called for layers over latents as for others."""
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("backends.")])
