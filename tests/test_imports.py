@@ -23,6 +23,7 @@ CHOICE = PAGES | {
     "mla",
     "backends",
     "matrix",
+    "registry",
     "selection",
     "compiled",
     "batch_checks",
@@ -54,7 +55,8 @@ ARROWS: dict[str, set[str]] = {
     "matrix": {"errors", "contract"},
     "compiled": {"errors"},
     "batch_checks": {"errors", "contract"},
-    "selection": {"errors", "arguments", "contract", "backends"},
+    "registry": {"errors", "contract", "backends"},
+    "selection": {"errors", "arguments", "contract", "backends", "registry"},
     "paged_layer": {
         "errors",
         "arguments",
