@@ -19,7 +19,8 @@ def attend(q, keys_of, starts, causal, scale=None, left=-1, soft_cap=0.0):
     Returns output and natural LSE (tokens, heads); -inf and 0 where a row sees no key. `left`: keys seen
     beside a query's own; -1: all.
     """
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
+    size_v = keys_of(0)[1].shape[-1] if len(starts) > 1 else q.shape[-1]
+    out, lse = q.new_empty(*q.shape[:2], size_v), torch.empty(q.shape[:2])
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     for r in range(len(starts) - 1):
         k, v = (x.float() for x in keys_of(r))
@@ -47,6 +48,22 @@ def attend(q, keys_of, starts, causal, scale=None, left=-1, soft_cap=0.0):
 def varlen(q, keys_of, starts, causal) -> torch.Tensor:
     """Output alone."""
     return attend(q, keys_of, starts, causal)[0]
+
+
+def ragged(q, k, v, starts, ends, causal, scale):
+    """Output and LSE over keys that lie one after the other."""
+    return attend(
+        q, lambda r: (k[ends[r] : ends[r + 1]], v[ends[r] : ends[r + 1]]), starts, causal, scale
+    )
+
+
+def check_value_size(size: int, size_v: int) -> None:
+    """FlashAttention-3's own check."""
+    assert (
+        size == size_v
+        or (128 < size <= 192 and 96 < size_v <= 128)
+        or (size <= 64 and size_v <= 512)
+    )
 
 
 def by_head(lse: torch.Tensor) -> torch.Tensor:
@@ -130,9 +147,10 @@ def vllm_flash_attention() -> ModuleType:
         if block_table is None:
             ends = cu_seqlens_k.tolist()
             assert max_seqlen_k == max(b - a for a, b in itertools.pairwise(ends))
-            return varlen(
-                q, lambda r: (k[ends[r] : ends[r + 1]], v[ends[r] : ends[r + 1]]), starts, causal
-            )
+            assert seqused_k is None
+            check_value_size(q.shape[-1], v.shape[-1])
+            answer, lse = ragged(q, k, v, starts, ends, causal, softmax_scale)
+            return (answer, by_head(lse)) if return_softmax_lse else answer
         planned = ("plan", q.shape[1], k.shape[2], q.shape[2], k.shape[1])
         assert scheduler_metadata in (None, planned)
         left, right = window_size or (-1, -1)
@@ -151,13 +169,24 @@ def dao_flash_attention_3() -> ModuleType:
     module = ModuleType("flash_attn_interface")
 
     def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_q=None,
+        seqused_k=None,
+        softmax_scale=None,
+        causal=False,
+        return_attn_probs=False,
     ):
         starts, ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
         assert max_seqlen_k == max(b - a for a, b in itertools.pairwise(ends))
-        return varlen(
-            q, lambda r: (k[ends[r] : ends[r + 1]], v[ends[r] : ends[r + 1]]), starts, causal
-        )
+        check_value_size(q.shape[-1], v.shape[-1])
+        answer, lse = ragged(q, k, v, starts, ends, causal, softmax_scale)
+        return (answer, by_head(lse)) if return_attn_probs else answer
 
     def flash_attn_with_kvcache(
         q,
@@ -206,9 +235,9 @@ def flash_attention_2() -> ModuleType:
     ):
         starts, ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
         if block_table is None:
-            return varlen(
-                q, lambda r: (k[ends[r] : ends[r + 1]], v[ends[r] : ends[r + 1]]), starts, causal
-            )
+            assert q.shape[-1] == v.shape[-1]
+            answer, lse = ragged(q, k, v, starts, ends, causal, softmax_scale)
+            return (answer, by_head(lse), None) if return_attn_probs else answer
         assert k.shape[1] % 256 == 0
         lens = [b - a for a, b in itertools.pairwise(ends)]
         reader = from_pages(k, v, block_table, lens)
@@ -351,6 +380,41 @@ def flashinfer() -> ModuleType:
                 (sm_scale, window_left, logits_soft_cap),
             )
 
+    class BatchPrefillWithRaggedKVCacheWrapper:
+        def __init__(self, float_workspace_buffer, kv_layout="NHD", backend="auto"):
+            assert kv_layout == "NHD"
+            assert not bool(float_workspace_buffer.any()), "the workspace starts as zeros"
+
+        def plan(
+            self,
+            qo_indptr,
+            kv_indptr,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            head_dim_vo=None,
+            custom_mask=None,
+            packed_custom_mask=None,
+            causal=False,
+            pos_encoding_mode="NONE",
+            sm_scale=None,
+            q_data_type="float16",
+            kv_data_type=None,
+        ):
+            self.starts, self.ends = qo_indptr.tolist(), kv_indptr.tolist()
+            assert all(a < b for a, b in itertools.pairwise(self.ends)), "rows without keys"
+            self.heads = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk)
+            self.causal, self.scale, self.types = causal, sm_scale, (q_data_type, kv_data_type)
+
+        def run(self, q, k, v, return_lse=False):
+            assert (q.shape[1], k.shape[1], k.shape[2], v.shape[2]) == self.heads
+            assert (q.dtype, k.dtype) == self.types
+            assert q.shape[0] == self.starts[-1]
+            assert k.shape[0] == v.shape[0] == self.ends[-1]
+            answer, lse = ragged(q, k, v, self.starts, self.ends, self.causal, self.scale)
+            return (answer, lse / math.log(2)) if return_lse else answer
+
+    module.BatchPrefillWithRaggedKVCacheWrapper = BatchPrefillWithRaggedKVCacheWrapper
     module.BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper
     module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
     return module

@@ -23,6 +23,7 @@ CHOICE = PAGES | {
     "mla",
     "backends",
     "matrix",
+    "registry",
     "selection",
     "compiled",
     "batch_checks",
@@ -54,7 +55,8 @@ ARROWS: dict[str, set[str]] = {
     "matrix": {"errors", "contract"},
     "compiled": {"errors"},
     "batch_checks": {"errors", "contract"},
-    "selection": {"errors", "arguments", "contract", "backends"},
+    "registry": {"errors", "contract", "backends"},
+    "selection": {"errors", "arguments", "contract", "backends", "registry"},
     "paged_layer": {
         "errors",
         "arguments",
@@ -167,8 +169,13 @@ def test_a_backward_arrow_would_be_seen(tmp_path: Path) -> None:
 
 SHARED_BY_BACKENDS = {"codes", "dense", "libraries", "stored"}
 
-BUILT_ON = {("backends.hopper.mla", "backends.triton.mla")}
-"""Rows of latents are written, and prompts attended to, by the portable kernels on Hopper too."""
+BUILT_ON = {
+    ("backends.hopper.mla", "backends.triton.mla"),
+    ("backends.flash_attn_mla_prefill", "backends.flash_attn"),
+    ("backends.flashinfer_mla_prefill", "backends.flashinfer"),
+}
+"""Rows of latents are written, and prompts attended to, by the portable kernels on Hopper too. A library
+is called for layers over latents as for others."""
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("backends.")])

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import attnkit
+from attnkit import registry, selection
 from attnkit import select as public_select
-from attnkit import selection
 from attnkit.backends import BACKENDS
 from attnkit.backends.reference import ReferenceBackend, ReferenceImpl
 from attnkit.contract import AttentionBackend, DeviceCapability
@@ -99,14 +99,15 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
             name: row if isinstance(row, str) else f"{__name__}:{row.__name__}"
             for name, row in rows.items()
         }
-        monkeypatch.setattr(selection, "BACKENDS", paths)
+        for module in (registry, selection):
+            monkeypatch.setattr(module, "BACKENDS", paths)
 
     return replace
 
 
 @pytest.fixture(autouse=True)
 def _no_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_REGISTERED", {})
+    monkeypatch.setattr(registry, "_REGISTERED", {})
     monkeypatch.delenv("ATTNKIT_BACKEND", raising=False)
 
 

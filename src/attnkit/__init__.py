@@ -15,7 +15,8 @@ from attnkit.compiled import forward_context
 from attnkit.kvcache.pool import PagedKVCache
 from attnkit.layer import Attention
 from attnkit.mla_layer import MLAAttention
-from attnkit.selection import AttentionRequest, Selection, backend_names, register, select
+from attnkit.registry import backend_names, register
+from attnkit.selection import AttentionRequest, Selection, select
 
 if TYPE_CHECKING:
     from attnkit.integrations import hf

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attnkit.errors import AttnkitError, ConfigurationError
+from attnkit.errors import AttnkitError, BatchError, ConfigurationError
 
 
 def check_count(
@@ -140,6 +140,23 @@ def check_attribute(name: str, value: Any, attribute: str, *, optional: bool = F
     if inspect.getattr_static(value, attribute, nothing) is nothing:
         raise ConfigurationError(
             f"{name} {_shown(value)} is not allowed; give an object with {attribute}{_or_none(optional)}"
+        )
+
+
+def check_slots(slots: torch.Tensor, num_blocks: int, block_size: int) -> None:
+    """Whether all slots lie in the cache or are -1; on a CPU, since looking at a GPU's waits for it.
+
+    Raises:
+        BatchError: one does not.
+    """
+    if slots.device.type != "cpu" or not slots.numel():
+        return
+    lowest, highest = (int(x) for x in slots.aminmax())
+    if lowest < -1 or highest >= num_blocks * block_size:
+        slot = lowest if lowest < -1 else highest
+        raise BatchError(
+            f"slot {slot} is outside the cache of {num_blocks} blocks of {block_size} tokens; give "
+            f"slots from 0 to {num_blocks * block_size - 1}, or -1 to skip a token"
         )
 
 

@@ -43,6 +43,7 @@ from attnkit.kvcache.formats import LATENT_FORMATS
 from attnkit.mla.impl import LatentImpl
 from attnkit.mla.prefill_backend import MLAPrefillBackend
 from attnkit.mla.projection import KvBProjection
+from attnkit.mla.sparse import lists_of
 from attnkit.output_quant import QuantizedOutput
 from attnkit.paged_layer import PagedLayer, logical_page, without_gradients
 from attnkit.prefill_selection import select_prefill
@@ -57,6 +58,7 @@ class MLAAttention(PagedLayer):
         projection: `kv_b_proj` as plain weights.
         num_heads: query heads.
         tokens_per_state: tokens that a row of the cache stands for.
+        indexer: tells each query which keys to attend to; None: to all.
         prefill_selection: who attends for prefills, and how it was chosen; print it. None: the backend
             does it by itself.
         head_size: numbers in a row of the cache.
@@ -143,7 +145,7 @@ class MLAAttention(PagedLayer):
         self.head_size, self.head_size_v = dimensions.latent_size, dimensions.v_head_dim
         self.attn_type, self.sliding_window = AttentionType.DECODER, None
         self.kv_cache_dtype, self.return_lse = kv_cache_dtype, return_lse
-        self.tokens_per_state = tokens_per_state
+        self.tokens_per_state, self.indexer = tokens_per_state, indexer
         check_tokens_per_state(tokens_per_state, block_size)
         if tokens_per_state > 1 and prefill_backend != "auto":
             raise ConfigurationError(
@@ -350,6 +352,8 @@ class MLAAttention(PagedLayer):
             )
         self._check_num_rows(query, plan)
         self._check_num_written(key, plan)
+        if self.indexer is not None:
+            lists_of(self.indexer, plan.num_decode_tokens, query.device)
         self._check_cache(kv_cache, self._page)
         assert kv_cache is not None
         # An older backend's own shape is taken as it is.

@@ -2,31 +2,20 @@
 
 In: an `AttentionRequest` (what a layer needs) and "auto" or a name. Out: a `Selection`: the class,
 and a decision with every reason for each candidate that was looked at. By name a backend runs or
-raises with all reasons; nothing falls back in silence.
-
-Names: the table of attnkit, `register`ed ones, entry points of the group `attnkit.backends`,
-`path/to/file.py:Class` and `package.module:Class`; two of these with a comma, for prefills and decodes.
+raises with all reasons; nothing falls back in silence. What a name stands for: `registry`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.metadata
-import importlib.util
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import ModuleType
 from typing import TypeAlias
 
 import torch
 
 from attnkit.arguments import check_heads
 from attnkit.backends import BACKENDS, MLA_BACKENDS
-from attnkit.backends.wrappers import hybrid
 from attnkit.contract import (
     AttentionBackend,
     AttentionType,
@@ -34,17 +23,26 @@ from attnkit.contract import (
     MLADimensions,
     get_kv_quant_mode,
 )
-from attnkit.errors import (
-    BackendUnavailable,
-    ConfigurationError,
-    UnknownBackend,
-    UnsupportedConfiguration,
-)
+from attnkit.errors import BackendUnavailable, ConfigurationError, UnsupportedConfiguration
+from attnkit.registry import backend_names, check_class, register, resolve
 
-ENTRY_POINT_GROUP = "attnkit.backends"
 ENV_BACKEND = "ATTNKIT_BACKEND"
 
-_REGISTERED: dict[str, type[AttentionBackend]] = {}
+__all__ = [
+    "AttentionRequest",
+    "Choose",
+    "Decision",
+    "Selection",
+    "asked_for",
+    "backend_names",
+    "decide",
+    "find_named",
+    "format_decisions",
+    "reasons_against",
+    "register",
+    "resolve",
+    "select",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,66 +179,6 @@ def format_decisions(asked: str, decisions: tuple[Decision, ...]) -> str:
     return "\n".join(lines)
 
 
-def register(name: str, backend: type[AttentionBackend]) -> None:
-    """Make a backend choosable by name in this process; registering a name again replaces it.
-
-    Raises:
-        ConfigurationError: `name` is "auto" or in the table; or empty, or has a comma, colon or space,
-            which other forms of a name have.
-        UnknownBackend: `backend` is not a subclass of `AttentionBackend`.
-    """
-    if not isinstance(name, str) or not name or any(c in ",:" or c.isspace() for c in name):
-        raise ConfigurationError(
-            f"{name!r} cannot name a backend; give a string without commas, colons and spaces"
-        )
-    if name in _shipped() or name == "auto":
-        raise ConfigurationError(
-            f"{name!r} is not free: attnkit itself uses {', '.join(_shipped())} and auto; register "
-            "under another name"
-        )
-    _REGISTERED[name] = _check_class(name, backend)
-
-
-def backend_names() -> dict[str, str]:
-    """Every name that can be chosen -> where it comes from. Nothing is imported."""
-    names = dict.fromkeys(_shipped(), "attnkit")
-    names.update({p.name: f"entry point {p.value}" for p in _entry_points().values()})
-    names.update(dict.fromkeys(_REGISTERED, "registered"))
-    return names
-
-
-def resolve(name: str) -> type[AttentionBackend]:
-    """The class a name stands for, imported.
-
-    Raises:
-        UnknownBackend: nothing has this name.
-        BackendUnavailable: a library it needs is not installed.
-        ConfigurationError: two names with a comma whose backends cannot share a cache.
-        Exception: whatever a broken module raises at import, unchanged.
-    """
-    if name in _shipped():
-        return _load(name, _shipped()[name])
-    if name in _REGISTERED:
-        return _REGISTERED[name]
-    points = _entry_points()
-    if name in points:
-        return _load(name, f"{points[name].module}:{points[name].attr}")
-    if "," in name:
-        parts = [part.strip() for part in name.split(",")]
-        if len(parts) != 2 or not all(parts):
-            raise UnknownBackend(
-                f"backend {name!r} is no pair; give two names with a comma: for prefills, for decodes"
-            )
-        return hybrid(*map(resolve, parts))
-    if ":" in name:
-        return _load(name, name)
-    known = ", ".join(backend_names())
-    raise UnknownBackend(
-        f"no backend is called {name!r}; use auto, {known}, path/to/file.py:Class, "
-        "package.module:Class, or two of them with a comma: for prefills, for decodes"
-    )
-
-
 def reasons_against(
     backend: type[AttentionBackend], request: AttentionRequest, *, here: bool = True
 ) -> tuple[str, ...]:
@@ -308,7 +246,7 @@ def asked_for(
     """
     if not isinstance(backend, str):
         name = getattr(backend, "__name__", type(backend).__name__)
-        return backend, _check_class(name, backend).get_name()
+        return backend, check_class(name, backend).get_name()
     name, source = backend, ""
     if name == "auto" and environ.get(ENV_BACKEND, "") not in ("", "auto"):
         name, source = environ[ENV_BACKEND], f" (from {ENV_BACKEND})"
@@ -447,66 +385,3 @@ def _cannot_run(asked: str, absent: str) -> BackendUnavailable:
         f"backend {asked} cannot run on this machine: {absent}; install or provide that, or use "
         "backend='auto'"
     )
-
-
-def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    return {p.name: p for p in points if p.name not in _shipped()}
-
-
-def _shipped() -> dict[str, str]:
-    """Every row of the tables."""
-    return {**BACKENDS, **MLA_BACKENDS}
-
-
-def _load(name: str, path: str) -> type[AttentionBackend]:
-    where, _, class_name = path.rpartition(":")
-    is_file = where.endswith(".py")
-    if not is_file and not all(part.isidentifier() for part in where.split(".")):
-        raise UnknownBackend(f"backend {name!r}: {where!r} is neither a module nor a .py file")
-    try:
-        module = _load_file(where) if is_file else importlib.import_module(where)
-    except ModuleNotFoundError as missing:
-        absent = missing.name or ""
-        if not is_file and f"{where}.".startswith(f"{absent}."):
-            raise UnknownBackend(
-                f"backend {name!r}: there is no module {absent!r}; check the path"
-            ) from missing
-        package = absent.partition(".")[0]
-        if package != absent and importlib.util.find_spec(package) is not None:
-            raise  # A part of what is installed is missing: broken, which is not the same as absent.
-        raise BackendUnavailable(f"{absent} is not installed") from missing
-    found = getattr(module, class_name, None)
-    if found is None:
-        raise UnknownBackend(f"backend {name!r}: {where} has no class {class_name!r}")
-    return _check_class(name, found)
-
-
-def _load_file(path: str) -> ModuleType:
-    file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        raise UnknownBackend(f"there is no file {path}; give a path to a Python file, then :Class")
-    # Named after its path, so that two files of one name do not meet in sys.modules.
-    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _check_class(name: str, found: object) -> type[AttentionBackend]:
-    if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
-        raise UnknownBackend(
-            f"backend {name!r} is {found!r}, not a subclass of attnkit.contract.AttentionBackend; give "
-            "one, or a name"
-        )
-    return found

@@ -13,7 +13,14 @@ from torch import nn
 
 from attnkit import MLAAttention, PagedKVCache, make_batch
 from attnkit.backends.wrappers.compressed import batch_of_states
-from attnkit.contract import AttentionCGSupport, MLADimensions
+from attnkit.conformance.simulator import GraphSimulator
+from attnkit.contract import (
+    AttentionCGSupport,
+    MLADimensions,
+    ModelConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from attnkit.errors import BatchError, ConfigurationError
 from attnkit.indexer import LightningIndexer
 
@@ -126,6 +133,62 @@ def test_an_indexer_chooses_among_states(kernels: str) -> None:
         torch.testing.assert_close(lse[t], score.logsumexp(1), atol=1e-5, rtol=1e-5)
         want = torch.einsum("hn,nhd->hd", torch.softmax(score, 1), value)
         torch.testing.assert_close(out[t], want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_captured_step_replays_other_lengths(width: int) -> None:
+    """Three requests of up to `width` queries; some complete a state, one ends and leaves padding, and
+    prompts of other sizes come in between."""
+    pytest.importorskip("triton")
+    config = VllmConfig(
+        model_config=ModelConfig(max_model_len=64),
+        speculative_config=SpeculativeConfig(num_speculative_tokens=width - 1),
+    )
+    made = {"block_size": 8, "tokens_per_state": 4, "backend": "triton_mla", "vllm_config": config}
+    layer, eager = layer_of(**made), layer_of(**made)
+    assert layer.get_cudagraph_support() is AttentionCGSupport.UNIFORM_BATCH
+    cache = cache_of(layer).normal_()
+    other = cache_of(eager).copy_(cache)
+    tables, num_tokens = [[6, 1, 3, 8], [2, 5, 7, 4], [0]], 3 * width
+    batch = make_batch([width] * 3, [32] * 3, [[1, 1, 1, r] for r in (2, 3, 4)], 8)
+    static = {
+        name: getattr(batch, name)
+        for name in (
+            "query_start_loc",
+            "seq_lens",
+            "block_table_tensor",
+            "slot_mapping",
+            "positions",
+        )
+    }
+    given = step_tensors(num_tokens)
+    out, lse = torch.empty(num_tokens, HEADS, 24), torch.empty(num_tokens, HEADS)
+    builder, name = layer.make_builder(), layer.layer_name
+    capture = batch.replace(max_seq_len=64, slot_mapping=batch.slot_mapping.fill_(-1))
+    plans = {name: builder.build_for_cudagraph_capture(capture)}
+    q, kv_c, k_pe = given[0], given[1][:, None], given[2][:, None]
+    graph = GraphSimulator().record(
+        lambda: layer._run(q, kv_c, k_pe, out, lse, cache, plans[name]), plans
+    )
+    for lens in ((10, 7), (11, 8), (12, 26), (13, 27), (16, 0)):
+        builder.build(0, make_batch([5], [5], [[1]], 8))
+        query_lens = [min(width, n) for n in lens] + [0]
+        needed = [table[: -(-n // 8)] for table, n in zip(tables, (*lens, 0), strict=True)]
+        step = make_batch(query_lens, [*lens, 0], needed, 8)
+        real, columns = sum(query_lens), step.block_table_tensor.shape[1]
+        static["slot_mapping"].fill_(-1)[:real] = step.slot_mapping
+        static["positions"].zero_()[:real] = step.positions
+        static["block_table_tensor"].zero_()[:, :columns] = step.block_table_tensor
+        for field in ("query_start_loc", "seq_lens"):
+            static[field].copy_(getattr(step, field))
+        for x, new in zip(given, step_tensors(num_tokens + sum(lens)), strict=True):
+            x.copy_(new[:num_tokens])
+        batch = step.replace(num_actual_tokens=num_tokens, **static)
+        graph.replay({name: builder.build(0, batch)})
+        want, want_lse = eager(*(x[:real] for x in given), other, eager.build(step))
+        torch.testing.assert_close(out[:real], want, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(lse[:real], want_lse, atol=1e-6, rtol=1e-6)
+        assert torch.equal(cache, other)
 
 
 def test_what_does_not_fit_is_refused() -> None:

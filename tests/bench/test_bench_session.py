@@ -28,7 +28,7 @@ from attnkit.bench.workloads import (
     verify,
     write,
 )
-from attnkit.selection import _REGISTERED
+from attnkit.registry import _REGISTERED
 
 CPU = torch.device("cpu")
 LAYER = LayerShape(num_heads=4, num_kv_heads=2, head_size=16, block_size=16, dtype="float32")

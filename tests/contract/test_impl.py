@@ -22,7 +22,7 @@ from attnkit.contract import (
     kNvfp4Dynamic,
     parallel_context,
 )
-from attnkit.errors import ConfigurationError
+from attnkit.errors import BatchError, ConfigurationError
 
 
 class Impl(AttentionImpl[Any]):
@@ -198,6 +198,12 @@ def test_latents_and_rope_parts_are_written_side_by_side() -> None:
     for row, slot in ((0, 7), (2, 3), (3, 9)):
         written = torch.cat([latent[row], rope[row, 0]])
         assert torch.equal(cache.view(-1, 6)[slot], written)
+    assert int(cache.isnan().all(-1).sum()) == 9
+    for slot in (12, -2):
+        with pytest.raises(BatchError, match=f"slot {slot} is outside the cache of 4 blocks of 3"):
+            Latent().do_kv_cache_update(
+                latent, rope, cache, torch.tensor([1, slot]), "auto", torch.ones(())
+            )
     assert int(cache.isnan().all(-1).sum()) == 9
 
 

@@ -12,11 +12,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attnkit.backends.cpu.native import native_kernels
+from attnkit.backends.cpu.operands import NativeBatch, NativeLayer
 from attnkit.conformance.case import Case
 from attnkit.conformance.checks import check_case
 from attnkit.conformance.laws import LAWS
 from attnkit.conformance.subject import Subject
-from attnkit.contract import AttentionType, KVCacheLayout
+from attnkit.contract import AttentionType, AttentionVariant, KVCacheLayout
 from attnkit.kvcache.formats import CACHE_FORMATS, cache_format
 
 FORMATS = list(CACHE_FORMATS)
@@ -117,6 +119,42 @@ def test_long_contexts_match_float64(
         **features,  # type: ignore[arg-type]
     )
     check_case(subject, case)
+
+
+@pytest.mark.parametrize("num_heads", [4, 32])
+def test_an_infinite_value_reaches_its_channel_and_those_who_see_it(
+    native_subject: Subject, num_heads: int
+) -> None:
+    """The matrix unit multiplies neighbours of an infinity by zero, with few rows and with many."""
+    num_tokens, seq_len, size = 3, 600, 64
+    kernels = native_kernels()
+    assert kernels is not None
+    generator = torch.Generator().manual_seed(0)
+    query, kv = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((num_tokens, num_heads, size), (seq_len, 2 * size))
+    )
+    kv[10, size + 7] = kv[599, size + 32] = torch.inf  # Seen by all; by the last token.
+    pages = torch.zeros(608, 2 * size, dtype=torch.bfloat16)
+    pages[:seq_len] = kv
+    batch = NativeBatch.pack(
+        torch.tensor([0], dtype=torch.int32),
+        torch.tensor([0, num_tokens], dtype=torch.int32),
+        torch.tensor([seq_len], dtype=torch.int32),
+        torch.tensor([True]),
+        torch.arange(38, dtype=torch.int32)[None],
+    )
+    layer = NativeLayer.pack(AttentionVariant(scale=size**-0.5), num_heads, 1, size, size)
+    output = torch.empty_like(query)
+    kernels.attend_paged(batch, layer, query, pages.view(38, 1, 16, -1), None, output, None)
+
+    key, value = kv.double().split(size, dim=-1)
+    score = torch.einsum("thd,kd->htk", query.double(), key) * size**-0.5
+    seen = torch.arange(seq_len) <= torch.arange(seq_len - num_tokens, seq_len)[:, None]
+    weights = score.masked_fill(~seen, -torch.inf).softmax(-1)
+    want = (weights @ value.where(value.isfinite(), 0)).transpose(0, 1)
+    want[..., 7] = want[-1, :, 32] = torch.inf
+    torch.testing.assert_close(output.double(), want, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize("name", [name for name in LAWS if name != "captured_steps_replay"])

@@ -80,20 +80,32 @@ def test_an_impl_without_an_indexer_is_refused() -> None:
         indexer_of(3, 8, dtype=torch.int64),
         indexer_of(9),
         SimpleNamespace(topk_indices_buffer=None),
+        SimpleNamespace(topk_indices_buffer=torch.zeros(3, 8, dtype=torch.int32, device="meta")),
     ],
 )
 def test_lists_that_do_not_fit_the_step(wrong: Any) -> None:
+    """They are refused before latents are written."""
     layer = layer_of(indexer=wrong)
-    cache = PagedKVCache({layer.layer_name: layer.get_kv_cache_spec()}, 4)
+    cache = PagedKVCache({layer.layer_name: layer.get_kv_cache_spec()}, 4)[layer.layer_name]
     plan = layer.build(make_batch([3], [5], [[1]], 16))
     with pytest.raises(BatchError, match="topk_indices_buffer"):
-        layer(
-            torch.zeros(3, 4, 24),
-            torch.zeros(3, 32),
-            torch.zeros(3, 8),
-            cache[layer.layer_name],
-            plan,
-        )
+        layer(torch.ones(3, 4, 24), torch.ones(3, 32), torch.ones(3, 8), cache, plan)
+    assert not cache.any()
+
+
+@pytest.mark.parametrize("backend", ["reference_mla_sparse", "cpu_mla_sparse", "triton_mla_sparse"])
+def test_lists_may_lie_in_memory_in_any_order(backend: str) -> None:
+    if backend.startswith("triton"):
+        pytest.importorskip("triton")
+    lists = torch.tensor([[0, -1, 4], [3, 1, 2], [2, 0, 1]], dtype=torch.int32)
+    layer = layer_of(indexer=SimpleNamespace(topk_indices_buffer=lists), backend=backend)
+    cache = PagedKVCache({layer.layer_name: layer.get_kv_cache_spec()}, 4)[layer.layer_name]
+    cache.normal_(generator=torch.Generator().manual_seed(1))
+    plan = layer.build(make_batch([3], [5], [[1]], 16))
+    given = [torch.randn(3, *n) for n in ((4, 24), (32,), (8,))]
+    want = layer(*given, cache, plan)
+    layer.indexer.topk_indices_buffer = lists.T.contiguous().T  # type: ignore[union-attr,misc]
+    assert torch.equal(layer(*given, cache, plan), want)
 
 
 @pytest.mark.parametrize("apart", [4 * 6, 4 * 6 + 12, 4 * 6 + 5])

@@ -227,6 +227,26 @@ def test_a_model_that_cannot_be_packed_is_refused_by_name(family, changes, messa
         discover(tiny_model(family, **changes))
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("heavily_compressed_attention", "to states of 128 tokens each that its compressor pools"),
+        (
+            "compressed_sparse_attention",
+            "states of 4 tokens each, of which an indexer chooses some,",
+        ),
+    ],
+)
+def test_states_that_no_probe_is_long_enough_for_are_refused_by_name(kind, message):
+    """A state is pooled from more tokens than a probe has, which looks like a window alone."""
+    tiny_models = pytest.importorskip("tiny_models")
+    if "deepseek_v4" not in tiny_models.FAMILIES:
+        pytest.skip("this version of transformers has no deepseek_v4")
+    model = tiny_models.make_model("deepseek_v4", layer_types=["sliding_attention", kind, kind])
+    with pytest.raises(ModelError, match=rf"layers\.1\.self_attn .* {message}"):
+        discover(model)
+
+
 class Doctored(torch.nn.Module):
     """Wraps a llama's attention module and changes what it hands to the attention function."""
 

@@ -70,7 +70,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "deepseek_v4": {
+        "num_key_value_heads": 1,
+        "intermediate_size": LEFT_OUT,
+        "moe_intermediate_size": 32,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention"] * 3,
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "index_n_heads": 4,
+        "index_head_dim": 16,
+        "hc_mult": 2,
+    },
 }
+FAMILIES = {name: sizes for name, sizes in FAMILIES.items() if name in transformers.CONFIG_MAPPING}
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -28,6 +28,8 @@ MLA_PREFILL_BACKENDS: dict[str, str] = {
     "hopper": "attnkit.backends.hopper.mla_prefill:HopperMLAPrefill",
     "triton": "attnkit.backends.triton.mla_prefill:TritonMLAPrefill",
     "cpu": "attnkit.backends.cpu.mla_prefill:CpuMLAPrefill",
+    "flash_attn": "attnkit.backends.flash_attn_mla_prefill:FlashAttnMLAPrefill",
+    "flashinfer": "attnkit.backends.flashinfer_mla_prefill:FlashInferMLAPrefill",
     "torch": "attnkit.backends.torch_mla_prefill:TorchMLAPrefill",
     "reference": "attnkit.backends.reference_mla:ReferenceMLAPrefill",
 }

@@ -129,6 +129,51 @@ def attend_pages(
     return (answer[0], answer[1]) if want_lse else (answer, None)
 
 
+def attend_tokens(
+    module: ModuleType,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    query_start_loc: torch.Tensor,
+    key_start_loc: torch.Tensor,
+    max_query_len: int,
+    max_key_len: int,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over keys and values that lie one after the other, by any of the builds.
+
+    Args:
+        module: of the build, imported.
+        query: (num_tokens, num_heads, head_size).
+        key, value: (num_keys, num_kv_heads, size), any strides but the last.
+        query_start_loc, key_start_loc: int32 (R + 1,).
+        max_query_len, max_key_len: the longest.
+        scale: factor on q.k.
+        causal: bottom-right aligned; False: every query sees every key of its request.
+
+    Returns:
+        Output, and the LSE as the library gives it: natural, float32 (num_heads, num_tokens).
+    """
+    how: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
+    if module.__name__ == VLLM:
+        how |= {"return_softmax_lse": True, "fa_version": 3}
+    else:
+        how["return_attn_probs"] = True
+    out, lse, *_ = module.flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cu_seqlens_q=query_start_loc,
+        cu_seqlens_k=key_start_loc,
+        max_seqlen_q=max_query_len,
+        max_seqlen_k=max_key_len,
+        **how,
+    )
+    return out, lse
+
+
 class FlashAttnBackend(LibraryBackend):
     """Causal decoders in 16 bits, as FlashAttention does them."""
 

@@ -130,6 +130,12 @@ class Wrappers:
         # Zeros, as its documentation asks for before the first use.
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
+    @classmethod
+    def on(cls, module: ModuleType, device: torch.device) -> Wrappers:
+        """With the kernel that is the best of a device."""
+        is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        return cls(module, device, "fa3" if is_hopper else "fa2")
+
     def decode(self) -> Any:
         """For one query per request."""
         return self._module.BatchDecodeWithPagedKVCacheWrapper(
@@ -139,6 +145,12 @@ class Wrappers:
     def prefill(self) -> Any:
         """For any number of queries."""
         return self._module.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, "NHD", backend=self._kernel
+        )
+
+    def ragged(self) -> Any:
+        """For keys and values without pages."""
+        return self._module.BatchPrefillWithRaggedKVCacheWrapper(
             self._workspace, "NHD", backend=self._kernel
         )
 
@@ -222,10 +234,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-        self._wrappers = Wrappers(
-            importlib.import_module(MODULE), device, "fa3" if is_hopper else "fa2"
-        )
+        self._wrappers = Wrappers.on(importlib.import_module(MODULE), device)
 
     def build(
         self,

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
+from attnkit.arguments import check_slots
 from attnkit.contract.config import get_parallel_context
 from attnkit.contract.quant import (
     KVQuantMode,
@@ -513,6 +514,7 @@ class MLAAttentionImpl(AttentionImplBase[T], Generic[T]):
 
         Raises:
             NotImplementedError: `kv_cache_dtype` is quantised.
+            BatchError: a slot is outside the cache (on a GPU: a device-side assert).
         """
         if kv_cache.numel() == 0:
             return
@@ -523,7 +525,8 @@ class MLAAttentionImpl(AttentionImplBase[T], Generic[T]):
             )
         rows = torch.cat((kv_c_normed, k_pe.squeeze(1)), dim=-1).to(kv_cache.dtype)
         slots = slot_mapping.flatten()
+        block_size = kv_cache.shape[1]
+        check_slots(slots, kv_cache.shape[0], block_size)
         written = slots >= 0
         slots = slots[written]
-        block_size = kv_cache.shape[1]
         kv_cache[slots // block_size, slots % block_size] = rows[: written.shape[0]][written]

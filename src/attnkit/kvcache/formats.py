@@ -34,6 +34,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnkit.arguments import check_slots
 from attnkit.contract import CACHE_DTYPES, AttentionSpec, KVQuantMode
 from attnkit.errors import CacheError, ConfigurationError
 from attnkit.kvcache.codecs import (
@@ -48,7 +49,6 @@ from attnkit.kvcache.codecs import (
     Nvfp4Codec,
     Nvfp4LatentCodec,
 )
-from attnkit.kvcache.read import check_slots
 from attnkit.kvcache.write import write_kv
 
 

@@ -48,20 +48,3 @@ def check_block_ids(blocks: torch.Tensor, num_blocks: int) -> None:
             f"block id {lowest if lowest < 0 else highest} is outside the cache of {num_blocks} blocks; "
             f"give ids from 0 to {num_blocks - 1}"
         )
-
-
-def check_slots(slots: torch.Tensor, num_blocks: int, block_size: int) -> None:
-    """Whether all slots lie in the cache or are -1; on a CPU, as `check_block_ids`.
-
-    Raises:
-        BatchError: one does not.
-    """
-    if slots.device.type != "cpu" or not slots.numel():
-        return
-    lowest, highest = (int(x) for x in slots.aminmax())
-    if lowest < -1 or highest >= num_blocks * block_size:
-        slot = lowest if lowest < -1 else highest
-        raise BatchError(
-            f"slot {slot} is outside the cache of {num_blocks} blocks of {block_size} tokens; give "
-            f"slots from 0 to {num_blocks * block_size - 1}, or -1 to skip a token"
-        )

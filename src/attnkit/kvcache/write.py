@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from attnkit.kvcache.read import check_slots
+from attnkit.arguments import check_slots
 
 
 def write_kv(

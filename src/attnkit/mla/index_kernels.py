@@ -11,9 +11,10 @@ from typing import Protocol
 
 import torch
 
+from attnkit.arguments import check_slots
 from attnkit.contract import CommonAttentionMetadata
 from attnkit.kvcache.codecs import Fp8PerTokenHeadCodec
-from attnkit.kvcache.read import check_slots, read_tokens
+from attnkit.kvcache.read import read_tokens
 
 _MAX_PRODUCTS = 1 << 25
 """Float32 elements (128 MiB) that products of one request's queries and keys may take at once."""

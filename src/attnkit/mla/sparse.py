@@ -17,7 +17,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from attnkit.contract import AttentionLayer
+from attnkit.contract import AttentionLayer, SparseIndexer
 from attnkit.errors import BatchError, UnsupportedConfiguration
 from attnkit.mla.impl import LatentImpl
 from attnkit.mla.plan import DecodePart, MLAMetadata, seen_by_queries
@@ -109,6 +109,30 @@ def token_pages(cache: torch.Tensor) -> tuple[torch.Tensor, int] | None:
     return pages, apart
 
 
+def lists_of(indexer: SparseIndexer, num_tokens: int, device: torch.device) -> torch.Tensor:
+    """What an indexer tells the queries of a step, int32 (num_tokens, k).
+
+    Raises:
+        BatchError: it has fewer lists than there are queries, not int32 ones, or elsewhere.
+    """
+    lists = indexer.topk_indices_buffer
+    is_tensor = isinstance(lists, torch.Tensor)
+    if (
+        not is_tensor
+        or lists.dim() != 2
+        or lists.shape[0] < num_tokens
+        or (lists.dtype, lists.device) != (torch.int32, device)
+    ):
+        given = type(lists).__name__
+        if is_tensor:
+            given = f"{lists.dtype} {tuple(lists.shape)} on {lists.device}"
+        raise BatchError(
+            f"topk_indices_buffer is {given}; give int32 on {device} with at least {num_tokens} rows, "
+            "one per query of the step"
+        )
+    return lists[:num_tokens]
+
+
 class SparseLatentImpl(LatentImpl[M]):
     """Put before a backend's own impl: `class X(SparseLatentImpl[...], DenseImpl)`. Its indexer has
     filled `topk_indices_buffer` for the batch before `forward_mqa` is called."""
@@ -158,26 +182,15 @@ class SparseLatentImpl(LatentImpl[M]):
         """Attend to the first rows of the indexer's lists.
 
         Raises:
-            BatchError: the indexer has fewer lists than there are queries, or not int32 ones.
+            BatchError: as `lists_of`.
         """
         assert self.indexer is not None, "checked when the impl was made"
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        lists, num_tokens = self.indexer.topk_indices_buffer, query.shape[0]
-        is_tensor = isinstance(lists, torch.Tensor)
-        if (
-            not is_tensor
-            or lists.dim() != 2
-            or lists.shape[0] < num_tokens
-            or lists.dtype != torch.int32
-        ):
-            given = f"{lists.dtype} {tuple(lists.shape)}" if is_tensor else type(lists).__name__
-            raise BatchError(
-                f"topk_indices_buffer is {given}; give int32 with at least "
-                f"{num_tokens} rows, one per query of the step"
-            )
+        num_tokens = query.shape[0]
+        lists = lists_of(self.indexer, num_tokens, query.device)
         plan = attn_metadata.decode
         assert plan is not None, "a batch without decodes has no rows to serve"
-        pages, table, num_chosen = self.find_rows(lists[:num_tokens], plan, kv_c_and_k_pe_cache)
+        pages, table, num_chosen = self.find_rows(lists, plan, kv_c_and_k_pe_cache)
         # A query a request: its list is its context.
         over_rows = copy.copy(attn_metadata)
         over_rows.decode = DecodePart(

@@ -353,6 +353,8 @@ def layer_facts(
             f"{where} attends to keys that an indexer picks for each query (sparse attention), in a way "
             "that attnkit does not know (it knows DeepSeek-V3.2's); use a model with dense attention"
         )
+    if not encoder:
+        _check_keys(where, call)
     harmless = _HARMLESS if indexer is None else _HARMLESS | {"indices"}
     unknown = sorted(
         key
@@ -384,6 +386,30 @@ def layer_facts(
         dtype=call.query.dtype,
         indexer=indexer,
     )
+
+
+def _check_keys(where: str, call: AttentionCall) -> None:
+    """Refuse keys that stand for several tokens: a probe is too short to show most of them.
+
+    Raises:
+        ModelError: a compressor makes some, or there are more keys than tokens.
+    """
+    compressor = getattr(call.module, "compressor", None)
+    if compressor is not None:
+        every = getattr(compressor, "compress_rate", "several")
+        chosen = ", of which an indexer chooses some," if hasattr(compressor, "indexer") else ""
+        raise ModelError(
+            f"{where} attends, beside its window, to states of {every} tokens each{chosen} that its "
+            "compressor pools (DeepSeek-V4). The runner has no place for the projections of a state's "
+            "tokens until it is whole, nor for two caches under one softmax with sinks; it runs layers "
+            "of that model that have a window alone. As layers of your own: "
+            "MLAAttention(tokens_per_state=...), merged with a window's by their lse"
+        )
+    if call.key.shape[2] != call.query.shape[2]:
+        raise ModelError(
+            f"{where} attends to {call.key.shape[2]} keys for {call.query.shape[2]} tokens; attnkit "
+            "keeps one key a token: use another model"
+        )
 
 
 def _reach(

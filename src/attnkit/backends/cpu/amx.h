@@ -21,16 +21,24 @@ __attribute__((constructor)) static void ask_for_matrix_unit(void) {
   matrix_unit = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 }
 
-/* To be called by each thread, which ends with _tile_release: registers 0 to 5, for left sides and
- * results, of `rows` rows, 6 and 7, for right sides, of all. */
-static void begin_registers(int rows) {
+/* To be called by each thread, which ends with _tile_release: how many rows registers have, and bytes a
+ * row. What they hold is lost. */
+static void shape_registers(const uint8_t *rows, const uint16_t *row_bytes) {
   struct {
     uint8_t palette, start_row, none[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
   } config = {.palette = 1};
-  for (int i = 0; i < 8; ++i) config.row_bytes[i] = 64, config.rows[i] = i < 6 ? rows : SIDE;
+  for (int i = 0; i < 8; ++i) config.row_bytes[i] = row_bytes[i], config.rows[i] = rows[i];
+  __asm__ volatile("" ::: "memory"); /* gcc believes that only the first word is read */
   _tile_loadconfig(&config);
+}
+
+/* Registers 0 to 5, for left sides and results, of `rows` rows, 6 and 7, for right sides, of all. */
+static void begin_registers(int n) {
+  const uint8_t rows[8] = {n, n, n, n, n, n, SIDE, SIDE};
+  const uint16_t row_bytes[8] = {64, 64, 64, 64, 64, 64, 64, 64};
+  shape_registers(rows, row_bytes);
 }
 
 #else

@@ -9,21 +9,19 @@
  * of a query are rows of one small matrix). Its keys are cut at multiples of SPLIT_KEYS, so where a
  * cut lies, and with it every bit of the result, depends on the request alone and not on its batch
  * mates, its query length or the number of threads. Threads take portions of (unit, split) items
- * from one counter; the last to finish a unit merges its splits in order. Queries in bfloat16 that have
- * enough rows go to the matrix unit where there is one (`matrix.h`), in larger units; there, bits do
- * depend on whether a query has LEAST_MATRIX_ROWS, and, beyond the first split, on whether it has more
- * than DIVIDED_ROWS, whose keys are not cut. The threads are those torch already has: the host passes
- * the address of GOMP_parallel, so there is no second OpenMP runtime to fight with. */
+ * from one counter; the last to finish a unit merges its splits in order. Queries in bfloat16 go to
+ * the matrix unit where there is one: few rows leave keys where they lie (`few.h`), many are larger
+ * units that pack them (`matrix.h`). There, bits do depend on whether a query has many rows, and,
+ * beyond the first split, on whether it has more than DIVIDED_ROWS, whose keys are not cut. The
+ * threads are those torch already has: the host passes the address of GOMP_parallel, so there is no
+ * second OpenMP runtime to fight with. */
 #include <stdlib.h>
 
-#include "matrix.h"
+#include "few.h"
 #include "tiles.h"
 
 /* Up to so many rows of a KV head threads share a unit's splits; more are enough units for all. */
 #define DIVIDED_ROWS 128
-/* From so many on they pay for what the matrix unit wants packed: with 8 vectors took 0.7 of its time,
- * with 16 1.4, with 32 2.6, with 128 5 (32/8 heads of 128, 8000 keys, two Sapphire Rapids cores). */
-#define LEAST_MATRIX_ROWS 16
 
 /* Divide a unit's sums, join the sink, convert, and write rows of `out` and `lse`. */
 static void finish_rows(const struct job *j, const struct unit *u) {
@@ -85,7 +83,7 @@ static void merge_splits(const struct job *j, struct unit *u, const float *parts
 
 /* Rows of a unit up to a whole block. */
 INLINE int padded_rows(const struct unit *u) {
-  const int block = u->by_matrices ? MAX_ROWS : ROWS;
+  const int block = u->path == MANY ? MAX_ROWS : u->path == FEW ? 1 : ROWS;
   return (u->rows + block - 1) / block * block;
 }
 
@@ -103,8 +101,11 @@ static void show_keys(struct unit *u, struct span part, int whole) {
   }
 }
 
-/* Load a unit's queries and find what each row sees; returns what any of them does. */
-static struct span prepare_rows(const struct job *j, struct unit *u) {
+/* Let a unit take a path: load its queries, find what each row sees; returns what any of them does. */
+static struct span prepare_rows(const struct job *j, struct unit *u, enum path path) {
+  u->path = path;
+  u->acc_dtype = path == VECTORS ? j->row_dtype : BF16;
+  u->copies = path == VECTORS ? KEYS : path == FEW ? SIDE : 1;
   const struct batch *b = j->batch;
   const struct layer *l = j->layer;
   const int64_t group = l->num_heads / l->num_kv_heads;
@@ -112,7 +113,7 @@ static struct span prepare_rows(const struct job *j, struct unit *u) {
   const int64_t context = (b->block_table ? b->seq_lens[u->req] : query_len) - query_len;
   const int64_t left = query_len * group - u->first_row;
   struct span all = {NO_LIMIT, 0};
-  const int64_t most = u->by_matrices ? j->matrix_rows : MAX_ROWS;
+  const int64_t most = u->path == MANY ? j->matrix_rows : MAX_ROWS;
   u->rows = left < most ? left : most;
   for (int r = 0; r < padded_rows(u); ++r) {
     const int64_t i = (u->first_row + r) / group;
@@ -120,13 +121,13 @@ static struct span prepare_rows(const struct job *j, struct unit *u) {
     const int exists = r < u->rows;
     u->head[r] = head;
     u->span[r] = exists ? visible_keys(b, l, u->req, i) : (struct span){0, 0};
-    if (!u->by_matrices) u->tree[r] = exists ? tree_word(b, u->req, i) : 0;
+    if (u->path == VECTORS) u->tree[r] = exists ? tree_word(b, u->req, i) : 0;
     for (int n = r * u->copies; n < (r + 1) * u->copies; ++n) {
       u->lane.pos[n] = context + i;
       u->lane.slope[n] = l->slopes && exists ? l->slopes[head] * 1.44269504f : 0.0f;
     }
     if (!exists) continue;
-    if (!u->by_matrices)
+    if (u->path == VECTORS)
       load_row(j->q.data + (b->query_start_loc[u->req] + i) * j->q.token_stride +
                    head * j->q.head_stride,
                j->q_dtype, j->row_dtype, l->head_size, j->q_width, u->q + r * j->q_width);
@@ -144,7 +145,8 @@ static struct span prepare_rows(const struct job *j, struct unit *u) {
 /* Attend to keys start..end in a row; the unit's go on to `unit_end`. */
 static void run_keys(const struct job *j, struct unit *u, int64_t start, int64_t end,
                      int64_t unit_end) {
-  if (u->by_matrices) run_matrices(j, u, start, end);
+  if (u->path == MANY) run_matrices(j, u, start, end);
+  else if (u->path == FEW) run_few(j, u, start, end, unit_end);
   else run_tiles(j, u, start, end, unit_end);
 }
 
@@ -156,7 +158,8 @@ static void sum_keys(const struct job *j, struct unit *u, int64_t start, int64_t
     u->lane.largest[n] = -INFINITY;
     u->lane.denominator[n] = 0.0f;
   }
-  if (u->by_matrices) pack_queries(j, u);
+  if (u->path == MANY) begin_many(j, u);
+  else if (u->path == FEW) begin_few(j, u);
   else memset(u->acc, 0, u->rows * j->v_width * sizeof(float));
   if (end > all.hi) end = all.hi;
   const int64_t prefix = u->prefix < all.hi ? u->prefix : all.hi;
@@ -168,7 +171,7 @@ static void sum_keys(const struct job *j, struct unit *u, int64_t start, int64_t
   }
   if (start < all.lo) start = all.lo;
   if (start < end) run_keys(j, u, start, end, all.hi);
-  if (u->by_matrices) unpack_sums(j, u);
+  if (u->path == MANY) unpack_sums(j, u);
   for (int r = 0; r < u->rows; ++r) {
     u->largest[r] = u->lane.largest[r * u->copies];
     u->denominator[r] = 0.0f;
@@ -180,9 +183,13 @@ INLINE int64_t rows_of_request(const struct batch *b, const struct layer *l, int
   return (b->query_start_loc[req + 1] - b->query_start_loc[req]) * (l->num_heads / l->num_kv_heads);
 }
 
-/* Whether a request goes to the matrix unit, where a call uses it. Trees do not. */
-INLINE int has_matrix_rows(const struct batch *b, const struct layer *l, int64_t req) {
-  return rows_of_request(b, l, req) >= LEAST_MATRIX_ROWS && !tree_word(b, req, 0);
+/* Who does the rows of a request. Trees are none of the matrix unit's; and one block of vectors reads
+ * integers as they are, in 0.93 of the time that it takes to make them bfloat16. */
+INLINE enum path path_of(const struct job *j, int64_t req) {
+  if (!j->matrices || tree_word(j->batch, req, 0)) return VECTORS;
+  const int64_t rows = rows_of_request(j->batch, j->layer, req);
+  if (j->codes && j->codes->kind == INT8 && rows <= ROWS) return VECTORS;
+  return rows <= SIDE ? FEW : MANY;
 }
 
 /* An item is one split of a unit, whose last one to finish merges them and writes; or, where a
@@ -202,19 +209,17 @@ static void run_item(struct job *j, struct unit *u, int64_t item) {
   const int64_t chunks = num_units / l->num_kv_heads;
   u->req = b->served[at];
   u->kv_head = index / chunks;
-  u->by_matrices = j->matrix_rows && has_matrix_rows(b, l, u->req);
-  u->first_row = index % chunks * (u->by_matrices ? j->matrix_rows : MAX_ROWS);
-  u->acc_dtype = u->by_matrices ? BF16 : j->row_dtype;
-  u->copies = u->by_matrices ? 1 : KEYS;
+  const enum path path = path_of(j, u->req);
+  u->first_row = index % chunks * (path == MANY ? j->matrix_rows : MAX_ROWS);
   u->score_scale = l->scale * k_scale(j->codes, u->kv_head);
   u->value_scale = v_scale(j->codes, u->kv_head);
-  const struct span all = prepare_rows(j, u);
+  const struct span all = prepare_rows(j, u, path);
 
   int64_t num_splits = items_per_unit, split = (item - j->first_item[at]) % items_per_unit;
   int64_t last = split;
   struct cuts cuts;
   float *parts = u->parts;
-  if (u->by_matrices && items_per_unit == 1) {
+  if (path == MANY && items_per_unit == 1) {
     sum_keys(j, u, 0, NO_LIMIT, all);
     finish_rows(j, u);
     return;
@@ -232,6 +237,11 @@ static void run_item(struct job *j, struct unit *u, int64_t item) {
   for (; split <= last; ++split) {
     const int64_t start = split_start(cuts, split);
     sum_keys(j, u, start, start + SPLIT_KEYS, all);
+    if (path == FEW && !are_finite(j, u)) {
+      prepare_rows(j, u, MANY);
+      sum_keys(j, u, start, start + SPLIT_KEYS, all);
+      prepare_rows(j, u, FEW);
+    }
     if (num_splits > 1) keep_split(j, u, parts + split * u->rows * (j->v_width + 2));
   }
   if (items_per_unit > 1 &&
@@ -248,23 +258,23 @@ static void work(void *argument) {
   u.scores = u.q + MAX_ROWS * j->q_width;
   u.parts = u.scores + MAX_ROWS * TILE;
   u.acc = u.parts + j->whole_splits * MAX_ROWS * (j->v_width + 2);
-  u.wide = u.acc + (j->matrix_rows ? MATRIX_ROWS : MAX_ROWS) * j->v_width;
-  if (j->matrix_rows) begin_matrices(j, &u, u.wide + (j->widen ? TILE * (j->q_width + j->v_width) : 0));
+  u.wide = u.acc + (j->matrices ? j->matrix_rows : MAX_ROWS) * j->v_width;
+  if (j->matrices) place_matrices(j, &u, u.wide + (j->widen ? TILE * (j->q_width + j->v_width) : 0));
   for (;;) {
     const int64_t first = __atomic_fetch_add(&j->next_item, j->portion, __ATOMIC_RELAXED);
     if (first >= j->num_items) break;
     for (int64_t i = first; i < first + j->portion && i < j->num_items; ++i) run_item(j, &u, i);
   }
-  if (j->matrix_rows) end_matrices();
+  if (j->matrices) end_matrices();
 }
 
-/* Rows of a unit in the matrix unit, enough units for the threads; 0: no request has many rows. Bits do
- * not depend on it. */
-static int64_t matrix_rows(const struct batch *b, const struct layer *l, int64_t num_threads) {
-  int64_t all = 0;
-  for (int64_t i = 0; i < b->num_served; ++i) {
-    const int64_t req = b->served[i];
-    if (has_matrix_rows(b, l, req)) all += rows_of_request(b, l, req) * l->num_kv_heads;
+/* Rows of a unit of many, such that there are units for all threads. Bits do not depend on it. */
+static int64_t matrix_rows(const struct job *j, int64_t num_threads) {
+  int64_t all = 1;
+  for (int64_t i = 0; i < j->batch->num_served; ++i) {
+    const int64_t req = j->batch->served[i];
+    if (path_of(j, req) == MANY)
+      all += rows_of_request(j->batch, j->layer, req) * j->layer->num_kv_heads;
   }
   const int64_t share = (all + num_threads * 4 * MAX_ROWS - 1) / (num_threads * 4 * MAX_ROWS) * MAX_ROWS;
   return share < MATRIX_ROWS ? share : MATRIX_ROWS;
@@ -314,14 +324,15 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
   j.row_dtype = j.widen ? codes ? BF16 : F32 : codes ? I8 : kv_dtype;
   if (v - k == k_bytes) j.fetch_bytes = k_bytes + v_bytes;
   else if (v == k) j.fetch_bytes = k_bytes > v_bytes ? k_bytes : v_bytes; /* latents: V in K */
-  if (matrix_unit && q_dtype == BF16 && (codes || kv_dtype == BF16))
-    j.matrix_rows = matrix_rows(batch, layer, num_threads);
+  j.matrices = matrix_unit && q_dtype == BF16 && (codes || kv_dtype == BF16);
+  j.matrix_rows = matrix_rows(&j, num_threads);
+  j.whole_sides = !codes && (!batch->block_table || block_size % SIDE == 0);
   int64_t status = OK, num_units = 0, num_partials = 0, cost = 0;
   for (int64_t i = 0; i < n && status == OK; ++i) {
     const int64_t req = batch->served[i];
     const int64_t rows = rows_of_request(batch, layer, req);
-    const int by_matrices = j.matrix_rows && has_matrix_rows(batch, layer, req);
-    const int64_t most = by_matrices ? j.matrix_rows : MAX_ROWS;
+    const enum path path = path_of(&j, req);
+    const int64_t most = path == MANY ? j.matrix_rows : MAX_ROWS;
     const struct span keys = keys_of_request(batch, layer, req);
     const int64_t prefix = prefix_of(batch, layer, req);
     const struct span below = {0, prefix < keys.hi ? prefix : keys.hi};
@@ -337,7 +348,7 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
     j.num_items += units * (divide ? splits : 1);
     num_units += units;
     if (divide) num_partials += rows * layer->num_kv_heads * splits;
-    else if (!by_matrices && splits > 1 && splits > j.whole_splits) j.whole_splits = splits;
+    else if (path != MANY && splits > 1 && splits > j.whole_splits) j.whole_splits = splits;
     cost += (keys.hi - keys.lo + below.hi + 16) * rows * layer->num_kv_heads *
             (layer->head_size + layer->head_size_v);
   }
@@ -348,9 +359,9 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
   if (!parallel || j.num_items == 1 || cost < 1000000) num_threads = 1;
   j.portion = j.num_items / (num_threads * 16) + 1;
   j.workspace_size = MAX_ROWS * (j.q_width + TILE) + j.whole_splits * MAX_ROWS * (j.v_width + 2) +
-                     (j.matrix_rows ? MATRIX_ROWS : MAX_ROWS) * j.v_width +
+                     (j.matrices ? j.matrix_rows : MAX_ROWS) * j.v_width +
                      (j.widen ? TILE * (j.q_width + j.v_width) : 0) +
-                     (j.matrix_rows ? matrix_floats(&j) : 0);
+                     (j.matrices ? matrix_floats(&j) : 0);
   j.workspace_size = (j.workspace_size + 15) / 16 * 16;
   if (status == OK) {
     j.workspace = aligned_alloc(64, num_threads * j.workspace_size * sizeof(float));
@@ -377,5 +388,5 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
   return status;
 }
 
-/* Whether queries of many rows in bfloat16 are multiplied in a matrix unit. */
+/* Whether queries in bfloat16 are multiplied in a matrix unit. */
 int64_t attnkit_has_matrix_unit(void) { return matrix_unit; }

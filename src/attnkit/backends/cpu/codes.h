@@ -33,6 +33,8 @@ INLINE float v_scale(const struct codes *c, int64_t head) {
 
 /* ---- reading ---- */
 
+INLINE uint16_t bf16_of(float exact) { return float_to_bits(exact) >> 16; }
+
 /* A float8 as bfloat16, without branches, so that loops over it vectorise. A normal one is moved and
  * its exponent rebased. A subnormal one is a small integer m, whose logarithm stands in the exponent of
  * (float)m. `inf` is the code of infinity, or above all codes; those above it are NaN, as is 0x7f. */
@@ -49,49 +51,66 @@ INLINE uint16_t bf16_of_e4m3(uint8_t code) { return bf16_of_float8(code, 3, 7, 0
 INLINE uint16_t bf16_of_e5m2(uint8_t code) { return bf16_of_float8(code, 2, 15, 0x7c); }
 
 #if defined(__AVX512VBMI__)
-/* Bytes of the bfloat16 of each magnitude: of E4M3 and E5M2, low and high. */
-static uint8_t float8_bytes[2][2][128];
+/* Bytes of the bfloat16 of each magnitude: of E4M3, E5M2 and INT8, low and high. */
+static uint8_t code_tables[3][2][128];
 
-__attribute__((constructor)) static void fill_float8_bytes(void) {
+__attribute__((constructor)) static void fill_code_tables(void) {
   for (int m = 0; m < 128; ++m) {
-    const uint16_t h[2] = {bf16_of_e4m3(m), bf16_of_e5m2(m)};
-    for (int kind = 0; kind < 2; ++kind) {
-      float8_bytes[kind][0][m] = h[kind];
-      float8_bytes[kind][1][m] = h[kind] >> 8;
+    const uint16_t h[3] = {bf16_of_e4m3(m), bf16_of_e5m2(m), bf16_of(m)};
+    for (int kind = 0; kind < 3; ++kind) {
+      code_tables[kind][0][m] = h[kind];
+      code_tables[kind][1][m] = h[kind] >> 8;
     }
   }
 }
 
-/* 64 codes at a time: each byte of the result is looked up, where the arithmetic above takes ten times
- * as long. Eights of codes change places first, since bytes are interleaved within quarters. */
-INLINE void read_float8(const char *const *rows, int n, const int kind, int64_t size, int64_t width,
-                        uint16_t *to) {
+/* Codes of a byte as bfloat16, those that are `there` of 64: each byte of a result is looked up, where
+ * the arithmetic above takes ten times as long. Eights of codes change places first, since bytes are
+ * interleaved within quarters. */
+INLINE void read_some(const char *row, const __mmask64 there, const int kind, const __m512i *low,
+                      const __m512i *high, uint16_t *to) {
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   const __m512i sign = _mm512_set1_epi8((char)0x80);
+  const __m512i codes = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi8(there, row));
+  const __m512i m = kind == INT8 ? _mm512_abs_epi8(codes) : codes;
+  const __m512i a = _mm512_permutex2var_epi8(low[0], m, low[1]);
+  __m512i b = _mm512_permutex2var_epi8(high[0], m, high[1]);
+  b = _mm512_ternarylogic_epi64(b, codes, sign, 0xf8); /* b | codes & sign */
+  if (kind == INT8) { /* no table has 128: of -128 the high byte is 0xc3, the low one that of 0 */
+    const __m512i least = _mm512_set1_epi8((char)0xc3);
+    b = _mm512_mask_blend_epi8(_mm512_cmpeq_epi8_mask(codes, sign), b, least);
+  }
+  _mm512_mask_storeu_epi16(to, (__mmask32)there, _mm512_unpacklo_epi8(a, b));
+  _mm512_mask_storeu_epi16(to + 32, (__mmask32)(there >> 32), _mm512_unpackhi_epi8(a, b));
+}
+
+INLINE void read_bytes(const char *const *rows, int n, const int kind, int64_t size, int64_t width,
+                       uint16_t *to) {
   __m512i low[2], high[2];
   for (int i = 0; i < 2; ++i) {
-    low[i] = _mm512_loadu_si512(float8_bytes[kind][0] + 64 * i);
-    high[i] = _mm512_loadu_si512(float8_bytes[kind][1] + 64 * i);
+    low[i] = _mm512_loadu_si512(code_tables[kind][0] + 64 * i);
+    high[i] = _mm512_loadu_si512(code_tables[kind][1] + 64 * i);
   }
-  for (int r = 0; r < n; ++r, to += width)
-    for (int64_t i = 0; i < size; i += 64) {
-      const __mmask64 there = size - i < 64 ? ~0ull >> (64 - size + i) : ~0ull;
-      const __m512i codes =
-          _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi8(there, rows[r] + i));
-      const __m512i a = _mm512_permutex2var_epi8(low[0], codes, low[1]);
-      const __m512i b = _mm512_or_si512(_mm512_permutex2var_epi8(high[0], codes, high[1]),
-                                        _mm512_and_si512(codes, sign));
-      _mm512_mask_storeu_epi16(to + i, (__mmask32)there, _mm512_unpacklo_epi8(a, b));
-      _mm512_mask_storeu_epi16(to + i + 32, (__mmask32)(there >> 32), _mm512_unpackhi_epi8(a, b));
-    }
+  for (int r = 0; r < n; ++r, to += width) {
+    int64_t i = 0;
+    for (; i + 64 <= size; i += 64) read_some(rows[r] + i, ~0ull, kind, low, high, to + i);
+    if (i < size) read_some(rows[r] + i, ~0ull >> (64 - size + i), kind, low, high, to + i);
+  }
 }
 #else
-INLINE void read_float8(const char *const *rows, int n, const int kind, int64_t size, int64_t width,
-                        uint16_t *restrict to) {
+INLINE void read_bytes(const char *const *rows, int n, const int kind, int64_t size, int64_t width,
+                       uint16_t *restrict to) {
   for (int r = 0; r < n; ++r, to += width) {
     const uint8_t *restrict from = (const uint8_t *)rows[r];
-    for (int64_t i = 0; i < size; ++i)
-      to[i] = kind == E4M3 ? bf16_of_e4m3(from[i]) : bf16_of_e5m2(from[i]);
+    int64_t i = 0;
+    for (; kind == INT8 && i + LANES <= size; i += LANES) {
+      const vec_h h = narrow((vec_u)load_bytes(rows[r] + i) >> 16);
+      memcpy(to + i, &h, sizeof h);
+    }
+    for (; i < size; ++i)
+      to[i] = kind == E4M3   ? bf16_of_e4m3(from[i])
+              : kind == E5M2 ? bf16_of_e5m2(from[i])
+                             : bf16_of((int8_t)from[i]);
   }
 }
 #endif
@@ -102,20 +121,10 @@ INLINE float from_e2m1(uint32_t code) {
   return bits_to_float((size & -(uint32_t)(m != 0)) | (code & 8) << 28);
 }
 
-INLINE uint16_t bf16_of(float exact) { return float_to_bits(exact) >> 16; }
-
-/* One vector of `size` codes, of a kind that is not float8. */
+/* One vector of `size` codes of half a byte. */
 INLINE void read_vector(const char *row, const int kind, int64_t size, uint16_t *restrict to) {
   const uint8_t *restrict from = (const uint8_t *)row;
-  if (kind == INT8) {
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) {
-      const vec_h h = narrow((vec_u)load_bytes(row + i) >> 16);
-      memcpy(to + i, &h, sizeof h);
-    }
-    for (; i < size; ++i) to[i] = bf16_of((int8_t)from[i]);
-  }
-  else if (kind == INT4)
+  if (kind == INT4)
     for (int64_t i = 0; i < size / 2; ++i) {
       to[2 * i] = bf16_of((from[i] & 15) - 8);
       to[2 * i + 1] = bf16_of((from[i] >> 4) - 8);
@@ -141,12 +150,12 @@ INLINE void read_vector(const char *row, const int kind, int64_t size, uint16_t 
 /* `n` vectors of `size` codes as bfloat16, `width` numbers apart, zeros up to there. */
 static inline void read_codes(const char *const *rows, int n, int64_t kind, int64_t size,
                               int64_t width, uint16_t *to) {
-  if (kind == E4M3) read_float8(rows, n, E4M3, size, width, to);
-  else if (kind == E5M2) read_float8(rows, n, E5M2, size, width, to);
+  if (kind == E4M3) read_bytes(rows, n, E4M3, size, width, to);
+  else if (kind == E5M2) read_bytes(rows, n, E5M2, size, width, to);
+  else if (kind == INT8) read_bytes(rows, n, INT8, size, width, to);
   else
     for (int r = 0; r < n; ++r) {
-      if (kind == INT8) read_vector(rows[r], INT8, size, to + r * width);
-      else if (kind == INT4) read_vector(rows[r], INT4, size, to + r * width);
+      if (kind == INT4) read_vector(rows[r], INT4, size, to + r * width);
       else read_vector(rows[r], NVFP4, size, to + r * width);
     }
   for (int r = 0; r < n; ++r)

@@ -21,20 +21,19 @@
 
 static int64_t matrix_floats(const struct job *j) {
   const int64_t widest = j->q_width > j->v_width ? j->q_width : j->v_width;
-  return MATRIX_ROWS * (j->q_width / 2 + j->v_width) +
+  return j->matrix_rows * (j->q_width / 2 + j->v_width) +
          MATRIX_KEYS * ((j->q_width + j->v_width + widest) / 2 + 3 * SIDE + 2);
 }
 
-/* To be called by each thread, and ended: eight registers of full size; and their matrices, at `at`. */
-static void begin_matrices(const struct job *j, struct unit *u, float *at) {
-  begin_registers(SIDE);
+/* Where the matrices of a thread lie in its memory from `at` on. */
+static void place_matrices(const struct job *j, struct unit *u, float *at) {
   struct matrices *m = &u->m;
-  m->acc = at, at += MATRIX_ROWS * j->v_width;
+  m->acc = at, at += j->matrix_rows * j->v_width;
   m->scores = at, at += 2 * MATRIX_KEYS * SIDE;
   m->k_scales = at, at += MATRIX_KEYS;
   m->v_scales = at, at += MATRIX_KEYS;
   m->q = (uint16_t *)at;
-  m->k = m->q + MATRIX_ROWS * j->q_width;
+  m->k = m->q + j->matrix_rows * j->q_width;
   m->v = m->k + MATRIX_KEYS * j->q_width;
   m->weights = m->v + MATRIX_KEYS * j->v_width;
   m->rows = m->weights + 2 * MATRIX_KEYS * SIDE;
@@ -102,13 +101,12 @@ INLINE void transpose(vec_u *v) {
 
 INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-/* Begin a unit: no sums, and queries as right sides; rows up to a whole pair are zero. */
-static void pack_queries(const struct job *j, struct unit *u) {
+/* Queries as right sides; the first `num_rows` rows, of which those of the unit are not zero. */
+static void pack_queries(const struct job *j, struct unit *u, int num_rows) {
   const int64_t group = j->layer->num_heads / j->layer->num_kv_heads;
   const int64_t first_token = j->batch->query_start_loc[u->req], size = j->layer->head_size;
   uint16_t *to = u->m.q;
-  memset(u->m.acc, 0, round_up(u->rows, PAIR) * j->v_width * sizeof(float));
-  for (int first = 0; first < round_up(u->rows, PAIR); first += SIDE) {
+  for (int first = 0; first < num_rows; first += SIDE) {
     const char *rows[SIDE] = {0};
     for (int r = first; r < first + SIDE && r < u->rows; ++r)
       rows[r - first] = j->q.data + (first_token + (u->first_row + r) / group) * j->q.token_stride +
@@ -127,18 +125,31 @@ static void pack_queries(const struct job *j, struct unit *u) {
   }
 }
 
+/* Rows as whole pieces of bfloat16, one after the other, zeros up to `width`. */
+static void copy_rows(const struct job *j, const char *const *rows, int n, int64_t size, int64_t width,
+                      uint16_t *to) {
+  if (j->codes) read_codes(rows, n, j->codes->kind, size, width, to);
+  else
+    for (int t = 0; t < n; ++t, to += width) {
+      memcpy(to, rows[t], 2 * size);
+      for (int64_t d = size; d < width; ++d) to[d] = 0;
+    }
+}
+
+/* Begin a unit of many rows: eight registers of full size, no sums, its queries, up to a whole pair. */
+static void begin_many(const struct job *j, struct unit *u) {
+  const int64_t rows = round_up(u->rows, PAIR);
+  begin_registers(SIDE);
+  memset(u->m.acc, 0, rows * j->v_width * sizeof(float));
+  pack_queries(j, u, rows);
+}
+
 /* Make rows from..to of a tile whole pieces of bfloat16: what is not is copied to `buffer`. */
 static void complete_rows(const struct job *j, const char **rows, int from, int to, int64_t size,
                           int64_t width, uint16_t *buffer) {
   if (!j->codes && size == width) return;
-  if (j->codes) read_codes(rows + from, to - from, j->codes->kind, size, width, buffer);
-  for (int t = from; t < to; ++t, buffer += width) {
-    if (!j->codes) {
-      memcpy(buffer, rows[t], 2 * size);
-      for (int64_t d = size; d < width; ++d) buffer[d] = 0;
-    }
-    rows[t] = (const char *)buffer;
-  }
+  copy_rows(j, rows + from, to - from, size, width, buffer);
+  for (int t = from; t < to; ++t, buffer += width) rows[t] = (const char *)buffer;
 }
 
 /* Lanes of a row that hold an infinity or a NaN. */
@@ -371,11 +382,11 @@ static void unpack_sums(const struct job *j, struct unit *u) {
 
 #else
 static inline int64_t matrix_floats(const struct job *j) { return (void)j, 0; }
-static inline void begin_matrices(const struct job *j, struct unit *u, float *at) {
+static inline void place_matrices(const struct job *j, struct unit *u, float *at) {
   (void)j, (void)u, (void)at;
 }
 static inline void end_matrices(void) {}
-static inline void pack_queries(const struct job *j, struct unit *u) { (void)j, (void)u; }
+static inline void begin_many(const struct job *j, struct unit *u) { (void)j, (void)u; }
 static inline void run_matrices(const struct job *j, struct unit *u, int64_t start, int64_t end) {
   (void)j, (void)u, (void)start, (void)end;
 }

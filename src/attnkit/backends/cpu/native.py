@@ -112,11 +112,7 @@ def _decide() -> Native:
         )
         return Native(None, f"torch: {reason}")
     threads = "torch's OpenMP threads" if _parallel_address() else "one thread (no OpenMP found)"
-    matrices = (
-        ", bfloat16 queries of many rows in the matrix unit (AMX)"
-        if kernels.has_matrix_unit
-        else ""
-    )
+    matrices = ", bfloat16 queries in the matrix unit (AMX)" if kernels.has_matrix_unit else ""
     return Native(kernels, f"native: {path} on {threads}{matrices}")
 
 

@@ -5,10 +5,7 @@
 #ifndef ATTNKIT_TILES_H
 #define ATTNKIT_TILES_H
 
-#include "unit.h"
-
-#define AHEAD 4 /* tiles whose rows are known: the one at hand and those after it */
-#define MEMORY_PAGE 4096
+#include "ahead.h"
 
 /* Whether a row of a tree sees a key, as far as the tree is concerned. */
 INLINE int in_tree(const struct unit *u, int row, int64_t key) {
@@ -113,34 +110,17 @@ static void add_values(const struct job *j, const struct unit *u, int64_t base, 
             0);
 }
 
-/* Attend from a unit's rows to keys start..end of its keys, which go on to `unit_end`. The rows of the
- * next tile are fetched meanwhile. Of each page of memory of a later one a line is, so that addresses
- * are translated before rows are asked for. Past the split too: the thread goes on there. */
+/* Attend from a unit's rows to keys start..end of its keys, which go on to `unit_end`. */
 static void run_tiles(const struct job *j, struct unit *u, int64_t start, int64_t end,
                       int64_t unit_end) {
   const struct layer *l = j->layer;
-  struct { const char *keys[TILE], *values[TILE]; } tiles[AHEAD], *tile;
-  const int64_t stride = j->k.token_stride;
-  const int page_rows = stride > 0 && stride < MEMORY_PAGE ? MEMORY_PAGE / stride : 1;
-  const int64_t first = start - start % TILE;
-  int64_t known = first;
-  for (int64_t base = first; base < end; base += TILE) {
+  struct ahead ahead;
+  ahead.known = start;
+  for (int64_t base = start - start % TILE; base < end; base += TILE) {
     const int from = start > base ? start - base : 0, to = end - base < TILE ? end - base : TILE;
-    for (; known < unit_end && known < base + AHEAD * TILE; known += TILE) {
-      const int lo = known == first ? from : 0;
-      const int hi = unit_end - known < TILE ? unit_end - known : TILE;
-      tile = &tiles[known / TILE % AHEAD];
-      locate_rows(j, u, known, lo, hi, tile->keys, tile->values);
-      for (int t = hi; t < TILE; ++t) tile->keys[t] = tile->keys[hi - 1];
-      if (known == first)
-        for (int t = lo; t < hi; ++t) prefetch_row(tile->keys[t], j->fetch_bytes);
-      else if (j->fetch_bytes)
-        for (int t = 0; t < TILE; t += page_rows) __builtin_prefetch(tile->keys[t], 0, 2);
-    }
-    const char **fetch = NULL;
-    if (j->fetch_bytes && base + TILE < unit_end) fetch = tiles[(base / TILE + 1) % AHEAD].keys;
-    tile = &tiles[base / TILE % AHEAD];
-    const char **keys = tile->keys, **values = tile->values;
+    look_ahead(j, u, &ahead, base, unit_end);
+    const char *const *fetch = fetch_rows(j, &ahead, base + TILE, unit_end, 1).rows;
+    const char **keys = tile_at(&ahead, base)->keys, **values = tile_at(&ahead, base)->values;
     if (j->codes && j->codes->token_scales) {
       load_scales(keys, from, to, code_bytes(j->codes->kind, l->head_size), u->k_scales);
       load_scales(values, from, to, code_bytes(j->codes->kind, l->head_size_v), u->v_scales);

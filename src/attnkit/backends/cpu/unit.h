@@ -7,7 +7,10 @@
 #include "visible.h"
 
 #define MAX_ROWS 32     /* rows of a unit: its queries and sums stay in the first-level cache */
-#define MATRIX_ROWS 512 /* at most, in the matrix unit: keys are packed once for all of them */
+#define MATRIX_ROWS 512 /* at most, of many in the matrix unit: keys are packed once for all of them */
+
+/* Who does a unit: vectors, or the matrix unit, for which few rows leave keys where they lie. */
+enum path { VECTORS = 0, FEW = 1, MANY = 2 };
 
 struct job {
   const struct batch *batch;
@@ -26,32 +29,35 @@ struct job {
   int32_t *pending;         /* per unit: splits not yet done */
   float *partials;          /* per row of a split: sums (v_width), largest score, denominator */
   int64_t whole_splits;     /* most splits of a unit that is one item; 0: none has several */
-  int64_t matrix_rows;      /* of a unit in the matrix unit; 0: it is not used */
+  int matrices;             /* whether the matrix unit is used */
+  int64_t matrix_rows;      /* of a unit of many */
+  int whole_sides;          /* SIDE keys from a multiple of it on are never in two blocks */
   float *workspace;         /* workspace_size floats for each thread */
   int64_t workspace_size, next_workspace;
   int64_t num_items, next_item, portion; /* a thread takes so many neighbours at a time */
 };
 
-/* What the matrix unit works on: of MATRIX_ROWS rows, and of MATRIX_KEYS keys at a time. `matrix.h` says
+/* What the matrix unit works on: of `matrix_rows` rows, and of MATRIX_KEYS keys at a time. `few.h` says
  * what left and right sides are. */
 struct matrices {
-  uint16_t *q;       /* (MATRIX_ROWS / SIDE, q_width / 2, SIDE, 2): right sides */
+  uint16_t *q;       /* (matrix_rows / SIDE, q_width / 2, SIDE, 2): right sides */
   uint16_t *k;       /* (MATRIX_KEYS, q_width): left side */
   uint16_t *v;       /* (v_width, MATRIX_KEYS): left side, channels in lane order */
   uint16_t *rows;    /* (MATRIX_KEYS, v_width): values, where those of the cache are copied */
   uint16_t *weights; /* (2, MATRIX_KEYS / 2, SIDE, 2): right sides */
   float *scores;     /* (2, MATRIX_KEYS, SIDE) */
-  float *acc;        /* (MATRIX_ROWS / SIDE, v_width, SIDE) */
+  float *acc;        /* (matrix_rows / SIDE, v_width, SIDE) */
   float *k_scales, *v_scales; /* (MATRIX_KEYS,) stored beside codes */
 };
 
 struct unit {
   int64_t req, kv_head, first_row; /* rows are query-major: token, then head of the group */
-  int rows, by_matrices;           /* whether the matrix unit does them */
+  int rows;
+  enum path path;
   struct span span[MATRIX_ROWS];   /* of keys that a row sees, beside those below `prefix` */
   int64_t prefix;
   int64_t context;         /* keys before the request's new tokens */
-  uint64_t tree[MAX_ROWS]; /* which of those a row sees; all 0: as the spans say. Not in matrices */
+  uint64_t tree[MAX_ROWS]; /* which of those a row sees; all 0: as the spans say. In vectors */
   struct span keys[MATRIX_ROWS]; /* of them, those of the run at hand */
   int64_t head[MATRIX_ROWS];
   float largest[MATRIX_ROWS], denominator[MATRIX_ROWS]; /* of the scores, in base 2 */

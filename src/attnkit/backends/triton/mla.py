@@ -311,5 +311,6 @@ class TritonMLASparseImpl(SparseLatentImpl[TritonMLAMetadata], TritonMLAImpl):
         pages, apart = found
         rows = lists.new_empty(lists.shape)
         num_chosen = lists.new_empty(lists.shape[0])
+        lists = rows_of(lists)
         mla_launch.choose_rows_call(lists, plan, cache.shape[1], apart, rows, num_chosen).launch()
         return pages, rows, num_chosen

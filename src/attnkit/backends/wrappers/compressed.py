@@ -12,6 +12,7 @@ the state, and the others are read by nobody.
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from attnkit.backends.wrappers.builder import WrappingBuilder
 from attnkit.contract import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionSpec,
     CommonAttentionMetadata,
     KVCacheSpec,
@@ -46,8 +48,31 @@ def compressed(backend: type[AttentionBackend]) -> type[AttentionBackend]:
 class CompressedBuilder(WrappingBuilder):
     """Turns a batch of tokens into one of states and lets the wrapped builder plan that.
 
-    Not for captured graphs: what it makes of a batch has no address of its own.
+    Graphs of decodes, of however many queries each, are to the wrapped builder graphs of single ones.
+    What is made of a batch of as many tokens as one that was captured goes where that one's went.
     """
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        # Every token is a request to the wrapped builder, which sizes what it keeps by their number.
+        scheduler = vllm_config.scheduler_config
+        most = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        config = _changed(vllm_config, scheduler_config=_changed(scheduler, max_num_seqs=most))
+        super().__init__(kv_cache_spec, layer_names, config, device)
+        self._captured: dict[int, CommonAttentionMetadata] = {}
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: Any, kv_cache_spec: KVCacheSpec
+    ) -> AttentionCGSupport:
+        inner = cls.inner_cls.get_cudagraph_support(vllm_config, kv_cache_spec)
+        never = inner is AttentionCGSupport.NEVER
+        return AttentionCGSupport.NEVER if never else AttentionCGSupport.UNIFORM_BATCH
 
     def inner_spec(self, kv_cache_spec: KVCacheSpec) -> KVCacheSpec:
         assert isinstance(kv_cache_spec, AttentionSpec), kv_cache_spec
@@ -67,7 +92,45 @@ class CompressedBuilder(WrappingBuilder):
             BatchError: as `batch_of_states`.
         """
         batch = batch_of_states(common_attn_metadata, self._tokens_per_state)
+        kept = self._captured.get(batch.num_reqs)
+        if kept is not None and _is_wide_enough(kept, batch):
+            batch = _moved(batch, kept)
         return self.inner.build(0, batch, fast_build)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        """Plan for every batch of decodes of as many tokens; what it is made of stays where it is."""
+        batch = batch_of_states(common_attn_metadata, self._tokens_per_state)
+        kept = self._captured.get(batch.num_reqs)
+        if kept is None or not _is_wide_enough(kept, batch):
+            kept = self._captured[batch.num_reqs] = batch
+        return self.inner.build_for_cudagraph_capture(_moved(batch, kept))
+
+
+def _changed(config: Any, **values: Any) -> Any:
+    """A copy with other values: engines' own configurations are not to be made anew."""
+    changed = copy.copy(config)
+    for name, value in values.items():
+        object.__setattr__(changed, name, value)
+    return changed
+
+
+def _is_wide_enough(kept: CommonAttentionMetadata, batch: CommonAttentionMetadata) -> bool:
+    """A graph's steps have its block table; a batch with a wider one is another step."""
+    return kept.block_table_tensor.shape[1] >= batch.block_table_tensor.shape[1]
+
+
+def _moved(
+    batch: CommonAttentionMetadata, kept: CommonAttentionMetadata
+) -> CommonAttentionMetadata:
+    """A batch with its contents in the memory of another of as many requests."""
+    width = batch.block_table_tensor.shape[1]
+    kept.block_table_tensor[:, :width].copy_(batch.block_table_tensor)
+    return batch.replace(
+        block_table_tensor=kept.block_table_tensor,
+        query_start_loc=kept.query_start_loc,
+        seq_lens=kept.seq_lens.copy_(batch.seq_lens),
+        slot_mapping=kept.slot_mapping.copy_(batch.slot_mapping),
+    )
 
 
 def check_tokens_per_state(tokens_per_state: int, block_size: int) -> None:

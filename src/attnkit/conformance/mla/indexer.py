@@ -59,7 +59,7 @@ class KitIndexer:
 
 def watch_plans(layer: Any, indexer: KitIndexer) -> None:
     """Let the indexer know, for every step of a layer, which batch it is."""
-    make_builder, forward = layer.make_builder, layer.impl.forward_mqa
+    make_builder, run = layer.make_builder, layer._run
 
     def made(*args: Any) -> Any:
         builder = make_builder(*args)
@@ -79,8 +79,10 @@ def watch_plans(layer: Any, indexer: KitIndexer) -> None:
         builder.update_block_table = updated
         return builder
 
-    def forward_mqa(q: Any, cache: torch.Tensor, plan: Any, of: Any) -> Any:
-        indexer.serve(plan)
-        return forward(q, cache, plan, of)
+    def served(*step: Any) -> None:
+        plan = step[6]
+        if plan is not None:
+            indexer.serve(plan)
+        run(*step)
 
-    layer.make_builder, layer.impl.forward_mqa = made, forward_mqa
+    layer.make_builder, layer._run = made, served
