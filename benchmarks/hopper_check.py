@@ -28,8 +28,9 @@ from typing import Any
 
 import torch
 
-from attnkit.backends.hopper import launch, tuning
+from attnkit.backends.hopper import cache_launch, launch, tuning
 from attnkit.backends.hopper.config import PrefillConfig
+from attnkit.backends.hopper.kernel_call import KernelCall
 from attnkit.backends.hopper.plan import Geometry, HopperMetadataBuilder, Plan
 from attnkit.backends.stored import Stored
 from attnkit.bench import timing
@@ -222,7 +223,7 @@ def make_builder(b: Batch) -> HopperMetadataBuilder:
     return HopperMetadataBuilder(spec, ["layer"], VllmConfig(), DEVICE)
 
 
-def calls(b: Batch, t: Tensors, plan: Plan) -> list[launch.KernelCall]:
+def calls(b: Batch, t: Tensors, plan: Plan) -> list[KernelCall]:
     """The launches of one layer; the LSE is always written, as the rivals do."""
     variant = b.variant
     score = launch.score_config(variant, lse=True)
@@ -235,7 +236,7 @@ def calls(b: Batch, t: Tensors, plan: Plan) -> list[launch.KernelCall]:
         if b.coded:
             size, num_pages = b.head_size, p.pages.shape[1]
             pool = t.query.new_empty(num_pages, b.num_kv_heads, b.page_size, 2 * size)
-            found.append(launch.unpack_call(operands, p.pages, t.batch.seq_lens, pool))
+            found.append(cache_launch.unpack_call(operands, p.pages, t.batch.seq_lens, pool))
             operands = replace(
                 operands, key=pool[..., :size], value=pool[..., size:], block_table=p.page_table
             )
@@ -915,7 +916,7 @@ def time_host(clock: Clock) -> None:
     for num in (256, 8192, 32768):
         key, value = (torch.randn(num, 8, 128, device=DEVICE, dtype=b.dtype) for _ in range(2))
         slots = torch.randperm(65536, device=DEVICE)[:num] + 16
-        call = launch.write_call(key, value, Stored(key=t.key, value=t.value), slots)
+        call = cache_launch.write_call(key, value, Stored(key=t.key, value=t.value), slots)
         clock.race("write", {f"{num} tokens": call.launch}, num_bytes=8.0 * num * 8 * 128)
     cases = {
         "256 decodes": Batch(queries=(1,) * 256, keys=(1000,) * 256, num_heads=32, num_kv_heads=8),

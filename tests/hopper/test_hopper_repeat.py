@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from attnkit import Attention, PagedKVCache, make_batch
-from attnkit.backends.hopper.launch import KernelCall, States, decode_call, score_config
-from attnkit.backends.hopper.launch import Operands as HopperOperands
+from attnkit.backends.hopper.kernel_call import KernelCall
+from attnkit.backends.hopper.launch import Operands, States, decode_call, score_config
 from attnkit.backends.hopper.repeat import Repeats
 from attnkit.backends.hopper.tuning import decode_config
 from attnkit.contract import AttentionVariant
@@ -103,7 +103,7 @@ def test_tensor_maps_move_to_another_tensor_and_keep_the_address_of_the_cache() 
     query = torch.zeros(3, 8, 128, dtype=torch.bfloat16)
     work = torch.zeros(64, dtype=torch.int32)
     call = decode_call(
-        HopperOperands(
+        Operands(
             query=query,
             key=cache[..., :128],
             value=cache[..., 128:],

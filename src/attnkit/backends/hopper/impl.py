@@ -30,7 +30,8 @@ from attnkit.contract import AttentionLayer, AttentionType
 from attnkit.errors import BatchError, CacheError, UnsupportedConfiguration
 
 if TYPE_CHECKING:
-    from attnkit.backends.hopper.launch import KernelCall, Operands
+    from attnkit.backends.hopper.kernel_call import KernelCall
+    from attnkit.backends.hopper.launch import Operands
     from attnkit.backends.hopper.repeat import Repeats
 
 _NO_WINDOW = 1 << 29
@@ -136,7 +137,7 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        from attnkit.backends.hopper.launch import write_call, write_changes, write_grid
+        from attnkit.backends.hopper.cache_launch import write_call, write_changes, write_grid
 
         def call() -> KernelCall:
             return write_call(key, value, self._stored(layer, kv_cache), slot_mapping)
@@ -197,7 +198,7 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         self, operands: Operands, plan: PrefillPlan, metadata: HopperMetadata
     ) -> Operands:
         """The operands of a prefill over coded pages: over copies of them that hold numbers."""
-        from attnkit.backends.hopper.launch import unpack_call
+        from attnkit.backends.hopper.cache_launch import unpack_call
 
         assert plan.pages is not None, "the plan was made for other pages"
         assert plan.page_table is not None

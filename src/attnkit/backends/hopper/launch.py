@@ -1,10 +1,11 @@
 """Launchers: check shapes and strides, choose constants and grid, start a kernel.
 
-In: tensors and an `AttentionVariant`. Out: launched kernels that write into `output`, `lse`, the cache
-or records of work. Nothing here waits for a device, and nothing knows of backends and builders.
+In: tensors and an `AttentionVariant`. Out: launched kernels that write into `output`, `lse` or records
+of work. Nothing here waits for a device, and nothing knows of backends and builders.
 
 Each `*_call` makes a frozen `KernelCall` without running anything, from tensors on any device ("meta"
-too), which is how every kernel is compiled for a GPU that is not here.
+too), which is how every kernel is compiled for a GPU that is not here. `*_changes` are the arguments of
+such a call that differ from one step to the next (`repeat`).
 """
 
 from __future__ import annotations
@@ -25,12 +26,10 @@ from attnkit.backends.hopper.config import (
 )
 from attnkit.backends.hopper.decode import decode_kernel
 from attnkit.backends.hopper.gluon_api import TensorDescriptor, gl
+from attnkit.backends.hopper.kernel_call import KernelCall
 from attnkit.backends.hopper.plan_kernels import fill_row_tiles_kernel, share_decodes_kernel
 from attnkit.backends.hopper.prefill import prefill_kernel
 from attnkit.backends.hopper.tuning import LATENT_SPARE, min_decode_tiles
-from attnkit.backends.hopper.unpack import unpack_kernel
-from attnkit.backends.hopper.write import write_kernel
-from attnkit.backends.stored import Stored
 from attnkit.contract import AttentionVariant
 from attnkit.errors import AttnkitError
 
@@ -81,37 +80,6 @@ class Lengths:
     seq_lens: torch.Tensor
     causal: bool | torch.Tensor
     window: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelCall:
-    """A kernel with everything it is launched with.
-
-    Attributes:
-        kernel: the jitted function.
-        grid: programs along each axis.
-        arguments: by parameter name.
-        options: of the compiler.
-        device: of the tensors among the arguments.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    options: dict[str, Any]
-    device: torch.device
-
-    def launch(self) -> Any:
-        """Start it, unless there is nothing to do. Returns what was compiled for it, if anything was."""
-        if not all(self.grid):
-            return None
-        with current(self.device):
-            return self.kernel[self.grid](**self.arguments, **self.options)
-
-
-def current(device: torch.device) -> torch.cuda.device:
-    """Makes it the current device, on which Triton launches whatever the tensors are on."""
-    return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
 def score_config(variant: AttentionVariant, *, lse: bool) -> ScoreConfig:
@@ -353,113 +321,6 @@ def decode_changes(
     }
 
 
-def write_call(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    stored: Stored,
-    slot_mapping: torch.Tensor,
-) -> KernelCall:
-    """The write kernel over a step's tokens.
-
-    Args:
-        key: (at least T, num_kv_heads, head_size).
-        value: the same.
-        stored: the cache, keys and values (num_blocks, num_kv_heads, block_size, head_size), last stride
-            1; with the layer's scales where it holds codes.
-        slot_mapping: int64 or int32 (T,); -1 writes nothing.
-    """
-    key_cache, value_cache = stored.key, stored.value
-    return KernelCall(
-        kernel=write_kernel,
-        grid=write_grid(key, slot_mapping),
-        arguments={
-            **write_changes(key, value, slot_mapping),
-            "k_ptr": key_cache,
-            "v_ptr": value_cache,
-            "key_stride_token": key.stride(0),
-            "key_stride_head": key.stride(1),
-            "value_stride_token": value.stride(0),
-            "value_stride_head": value.stride(1),
-            "k_stride_page": key_cache.stride(0),
-            "k_stride_row": key_cache.stride(2),
-            "k_stride_head": key_cache.stride(1),
-            "v_stride_page": value_cache.stride(0),
-            "v_stride_row": value_cache.stride(2),
-            "v_stride_head": value_cache.stride(1),
-            **_scales(stored.k_scale, stored.v_scale, key_cache),
-            "NUM_KV_HEADS": key.shape[1],
-            "HEAD_SIZE": key.shape[2],
-            "PAGE_SIZE": key_cache.shape[2],
-            "BLOCK": _write_block(key),
-            "CODED": stored.k_scale is not None,
-        },
-        options={"num_warps": 4},
-        device=key.device,
-    )
-
-
-def write_grid(key: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[int]:
-    """Programs of the write kernel."""
-    return (triton.cdiv(slot_mapping.shape[0] * key.shape[1], _write_block(key)),)
-
-
-def write_changes(
-    key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
-) -> dict[str, Any]:
-    """Arguments of `write_call` that differ from one step to the next."""
-    return {
-        "key_ptr": key,
-        "value_ptr": value,
-        "slot_mapping_ptr": slot_mapping,
-        "num_tokens": slot_mapping.shape[0],
-    }
-
-
-def _write_block(key: torch.Tensor) -> int:
-    # 16 KiB of keys a program: 16-byte accesses of 128 threads, eight each.
-    return 8192 // key.shape[2]
-
-
-def unpack_call(
-    codes: Operands, pages: torch.Tensor, seq_lens: torch.Tensor, pool: torch.Tensor
-) -> KernelCall:
-    """Pages of codes as pages of numbers, exactly, the layer's scales left out.
-
-    Args:
-        codes: `key`, `value` and `block_table` are read.
-        pages: int32 (2, P), requests and which of their pages.
-        seq_lens: int32 (R,); pages past a request's end stay as they are.
-        pool: (P, num_kv_heads, block_size, 2 * head_size), keys and then values of page i, to be filled.
-    """
-    _, num_kv_heads, page_size, head_size = codes.key.shape
-    return KernelCall(
-        kernel=unpack_kernel,
-        grid=(pages.shape[1], num_kv_heads),
-        arguments={
-            "k_ptr": codes.key,
-            "v_ptr": codes.value,
-            "pool_ptr": pool,
-            "pages_ptr": pages,
-            "num_pages": pages.shape[1],
-            "table_ptr": codes.block_table,
-            "table_stride": codes.block_table.stride(0),
-            "seq_lens_ptr": seq_lens,
-            "k_stride_page": codes.key.stride(0),
-            "k_stride_head": codes.key.stride(1),
-            "k_stride_row": codes.key.stride(2),
-            "v_stride_page": codes.value.stride(0),
-            "v_stride_head": codes.value.stride(1),
-            "v_stride_row": codes.value.stride(2),
-            "NUM_KV_HEADS": num_kv_heads,
-            "PAGE_SIZE": page_size,
-            "HEAD_SIZE": head_size,
-            "ROWS": 16,
-        },
-        options={"num_warps": 4},
-        device=pool.device,
-    )
-
-
 def can_copy(x: torch.Tensor) -> bool:
     """Whether the copy engine can read `x` in boxes."""
     unit = 16 // x.element_size()
@@ -537,7 +398,7 @@ def _common(o: Operands, variant: AttentionVariant) -> dict[str, Any]:
         "lse_stride_token": 0 if o.lse is None else o.lse.stride(0),
         "slopes_ptr": o.output if variant.alibi_slopes is None else variant.alibi_slopes,
         "sinks_ptr": o.output if variant.sinks is None else variant.sinks,
-        **_scales(o.k_scale, o.v_scale, o.output),
+        **scale_arguments(o.k_scale, o.v_scale, o.output),
         "window": 0 if window is None else window,
         "log2_scale": factor if linear else 1.0,
         "score_factor": factor if cap is None else 2.0 * factor / cap,
@@ -545,9 +406,10 @@ def _common(o: Operands, variant: AttentionVariant) -> dict[str, Any]:
     }
 
 
-def _scales(
+def scale_arguments(
     k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, absent: torch.Tensor
 ) -> dict[str, Any]:
+    """The layer's scales; without them, some pointer that is never read."""
     return {
         "k_scale_ptr": absent if k_scale is None else k_scale,
         "v_scale_ptr": absent if v_scale is None else v_scale,

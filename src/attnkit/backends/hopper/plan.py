@@ -61,7 +61,7 @@ class PrefillPlan:
     """Arguments of `launch.prefill_call`; of coded pages also which ones are unpacked for it.
 
     Attributes:
-        pages: int32 (2, P): request, and which of its pages, for `launch.unpack_call`.
+        pages: int32 (2, P): request, and which of its pages, for `cache_launch.unpack_call`.
         page_table: int32 (R, W): where in these P pages those of a request are.
     """
 

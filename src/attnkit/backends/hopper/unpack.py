@@ -3,7 +3,7 @@
 In: the pool, and which pages of which requests. Out: a pool of those pages alone, in that order. The
 numbers are the codes themselves, exactly: the layer's scales are left to who reads them. Against a
 prompt's products the copy is small (4 bytes a number, once for all heads of a group and row tiles).
-Device code, in plain Triton; `launch.unpack_call` starts it.
+Device code, in plain Triton; `cache_launch.unpack_call` starts it.
 """
 
 import triton

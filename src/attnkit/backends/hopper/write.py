@@ -1,7 +1,7 @@
 """The cache write kernel: K and V of new tokens to the slots of their pages.
 
 In: packed keys and values and the slot of each token. Out: the cache, numbers or float8 codes; slot -1
-writes nothing. Device code, in plain Triton; `launch.write_call` starts it.
+writes nothing. Device code, in plain Triton; `cache_launch.write_call` starts it.
 """
 
 # The types of device code are Triton's: a literal is a constexpr.
