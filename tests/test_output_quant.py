@@ -74,6 +74,9 @@ def test_what_is_no_format_is_refused() -> None:
             QuantizedOutput(codes=apart, scale=SCALE)  # type: ignore[arg-type]
     with pytest.raises(BatchError, match=r"block_scale .* with strides \(1, 5\)"):
         QuantizedOutput(codes=codes, block_scale=torch.zeros(2, 5).T)
+    for scale in (SCALE.double(), SCALE.to("meta"), torch.ones(2), 0.1):
+        with pytest.raises(BatchError, match="one float32 number on cpu"):
+            QuantizedOutput(codes=codes, scale=scale)  # type: ignore[arg-type]
     with pytest.raises(BatchError, match="do not fit"):
         of(kFp8StaticTensorSym).write(X[..., :-1])
 

@@ -176,6 +176,17 @@ class LightningIndexer:
                 raise BatchError(
                     f"{name} of {self.layer_name} is {type(x).__name__}; give a torch.Tensor"
                 )
+            is_cache = name == "kv_cache"
+            if x.device.type != self.device.type or not (is_cache or x.is_floating_point()):
+                raise BatchError(
+                    f"{name} of {self.layer_name} is {x.dtype} on {x.device}; give "
+                    f"{'one' if is_cache else 'floating-point numbers'} on {self.device}"
+                )
+        if batch.block_size not in (None, self.block_size):
+            raise BatchError(
+                f"the batch has blocks of {batch.block_size} tokens, {self.layer_name} of "
+                f"{self.block_size}; make both with one block_size"
+            )
         num_tokens = batch.num_actual_tokens
         shapes = {
             "q": (q, (self.num_heads, self.head_size)),

@@ -35,7 +35,7 @@ from attnkit.contract import (
 )
 from attnkit.errors import BackendError, BatchError, ConfigurationError
 from attnkit.output_quant import QuantizedOutput
-from attnkit.paged_layer import PagedLayer, logical_page, without_gradients
+from attnkit.paged_layer import PagedLayer, logical_page, without_gradients, zero_rows
 from attnkit.selection import AttentionRequest, Choose, select
 
 
@@ -411,9 +411,7 @@ class Attention(PagedLayer):
         *scales: torch.Tensor | None,
     ) -> None:
         if attn_metadata is None:
-            for written in (output, *scales[1:]):
-                if written is not None:
-                    written.zero_()
+            zero_rows(0, output, *scales)
             return
         self._check_step(query, key, kv_cache, attn_metadata)
         if kv_cache is None:

@@ -45,7 +45,7 @@ from attnkit.mla.prefill_backend import MLAPrefillBackend
 from attnkit.mla.projection import KvBProjection
 from attnkit.mla.sparse import lists_of
 from attnkit.output_quant import QuantizedOutput
-from attnkit.paged_layer import PagedLayer, logical_page, without_gradients
+from attnkit.paged_layer import PagedLayer, logical_page, without_gradients, zero_rows
 from attnkit.prefill_selection import select_prefill
 from attnkit.selection import AttentionRequest, Choose, select
 
@@ -341,9 +341,7 @@ class MLAAttention(PagedLayer):
         assert value is not None
         plan = attn_metadata
         if plan is None:
-            for written in (output, *scales[1:]):
-                if written is not None:
-                    written.zero_()
+            zero_rows(0, output, *scales)
             return
         if self.projection.weight.numel() == 0:
             raise BatchError(
@@ -408,9 +406,8 @@ class MLAAttention(PagedLayer):
     ) -> torch.Tensor | None:
         """`forward_mha` of some rows; its LSE."""
         dense = output[rows].view(rows.stop - rows.start, -1)
-        return self.impl.forward_mha(
-            query[rows], kv_c[rows, 0], k_pe[rows], cache, plan, self._k_scale, dense, output_scale
-        )
+        step = (query[rows], kv_c[rows, 0], k_pe[rows], cache, plan, self._k_scale, dense)
+        return self.impl.forward_mha(*step, *(() if output_scale is None else (output_scale,)))
 
     def _attend_absorbed(
         self,

@@ -39,7 +39,7 @@ class QuantizedOutput:
 
     Attributes:
         codes: what `output` is, contiguous.
-        scale: `output_scale`; None: the format has none.
+        scale: `output_scale`, float32, one number; None: the format has none.
         block_scale: `output_block_scale`, written; None: the format has none.
 
     Raises:
@@ -63,7 +63,16 @@ class QuantizedOutput:
         ok = codes.dtype == key.dtype and (block is None or block.dtype == key.scale.dtype)
         if block is not None:
             ok = ok and block.shape == (num_tokens, width // key.scale.group_shape.col)
-        if not ok or (self.scale is not None and self.scale.numel() != 1):
+        scale = self.scale
+        if scale is not None and not (
+            isinstance(scale, torch.Tensor)
+            and (scale.numel(), scale.dtype, scale.device) == (1, torch.float32, codes.device)
+        ):
+            raise BatchError(
+                f"the scale of a quantised output is {_sketch(scale)}; give one float32 number on "
+                f"{codes.device}, where its codes are"
+            )
+        if not ok:
             raise BatchError(
                 f"a quantised output of {codes.dtype} {tuple(codes.shape)} with "
                 f"scale {_sketch(self.scale)} and block scales {_sketch(block)} is none of the formats "
@@ -203,4 +212,4 @@ def _sketch(x: object) -> str:
     if not isinstance(x, torch.Tensor):
         return "none" if x is None else type(x).__name__
     apart = "" if x.is_contiguous() else f" with strides {x.stride()}"
-    return f"{x.dtype} {tuple(x.shape)}{apart}"
+    return f"{x.dtype} {tuple(x.shape)} on {x.device}{apart}"

@@ -331,9 +331,7 @@ class PagedLayer(nn.Module):
         self._run(query, key, value, output, lse, kv_cache, plan, *scales)
         num_planned = getattr(plan, "num_actual_tokens", None)
         if num_planned is not None and num_planned < output.shape[0]:
-            for written in (output, *scales[1:]):
-                if written is not None:
-                    written[num_planned:].zero_()
+            zero_rows(num_planned, output, *scales)
 
     @functools.cached_property
     def _plan_cls(self) -> type | None:
@@ -443,6 +441,14 @@ def _check_vllm_config(vllm_config: Any | None) -> None:
 def _host_scale(scale: torch.Tensor) -> float:
     """The host copy of a scale. No one number stands for several: NaN shows where it is used as one."""
     return float(scale) if scale.dim() == 0 else math.nan
+
+
+def zero_rows(first: int, output: torch.Tensor, *scales: torch.Tensor | None) -> None:
+    """Zeros in the rows of an output from `first` on; of codes also in their block scales, the second of
+    `scales`."""
+    for written in (output, *scales[1:]):
+        if written is not None:
+            written[first:].zero_()
 
 
 def logical_page(

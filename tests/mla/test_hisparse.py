@@ -45,8 +45,11 @@ def test_rows_move_once_and_the_longest_unwanted_go() -> None:
     with pytest.raises(CacheError, match="5 different rows and 4 may be hot"):
         hot.pages_of(cache, chosen(0, 1, 2, 3, 4))
     assert hot.traffic.moved == 7
-    with pytest.raises(ConfigurationError, match="num_rows 0"):
-        HiSparseCache(0)
+    for num_rows in (0, 2.5, "4"):
+        with pytest.raises(ConfigurationError, match=f"num_rows .*{num_rows}"):
+            HiSparseCache(num_rows)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="device 'tpu' is not known"):
+        HiSparseCache(4, device="tpu")
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])

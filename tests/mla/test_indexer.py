@@ -116,6 +116,9 @@ def test_what_does_not_fit_is_refused() -> None:
     q, k, w = torch.ones(3, HEADS, SIZE), torch.ones(3, SIZE), torch.ones(3, HEADS)
     before = cache.clone()
     for given, match in (
+        ((q[:2].int(), k, w, cache), r"q of indexer is torch\.int32 on cpu; give floating-point"),
+        ((q[:2], k.to("meta"), w, cache), "k of indexer is torch.float32 on meta"),
+        ((q[:2], k, w, cache.to("meta")), "kv_cache of indexer .* on meta; give one on cpu"),
         ((q, k, w, cache), "max_num_batched_tokens"),
         ((q[:2], k, w, cache), "q of indexer"),
         ((q, k[:, :-1], w, cache), "k of indexer"),
@@ -124,6 +127,8 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(BatchError, match=match):
             step(indexer, *given, ([3], [3]))
+    with pytest.raises(BatchError, match="blocks of 32 tokens, indexer of 16"):
+        indexer.choose(q, k, w, cache, make_batch([2], [2], [[1]], 32))
     assert torch.equal(cache, before)
 
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from attnkit.errors import CacheError, ConfigurationError
+from attnkit.arguments import check_count
+from attnkit.contract import DeviceCapability
+from attnkit.errors import CacheError
 from attnkit.mla.sparse import ChosenRows
 
 
@@ -48,10 +50,10 @@ class HiSparseCache:
             device: where attention runs.
 
         Raises:
-            ConfigurationError: num_rows below 1.
+            ConfigurationError: num_rows is no whole number of at least 1, or there is no such device.
         """
-        if num_rows < 1:
-            raise ConfigurationError(f"num_rows {num_rows} is not allowed; give at least 1")
+        check_count("num_rows", num_rows)
+        DeviceCapability.of(device)
         self.num_rows, self.device, self.traffic = num_rows, torch.device(device), Traffic()
         self._hot: torch.Tensor | None = None
         self._place_of = torch.empty(0, dtype=torch.int64)  # of a row of the host: -1 or its place
