@@ -86,7 +86,10 @@ def check_lengths(batch: CommonAttentionMetadata, block_size: int) -> None:
     if batch.seq_lens.device.type != "cpu":
         return
     lens, width = batch.seq_lens[: batch.num_reqs].numpy(), batch.block_table_tensor.shape[1]
-    for row in np.flatnonzero((lens < 0) | (lens > min(batch.max_seq_len, width * block_size))):
+    wrong = (lens < 0) | (lens > min(batch.max_seq_len, width * block_size))
+    # Requests without queries, padding say, may have any length: nobody attends for them.
+    starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].numpy()
+    for row in np.flatnonzero(wrong & (starts[1:] > starts[:-1])):
         raise BatchError(
             f"request {row} of the batch has {lens[row]} tokens, beside a max_seq_len of "
             f"{batch.max_seq_len} and a block table of {width} blocks of {block_size}; give lengths "
