@@ -359,11 +359,20 @@ def test_a_pair_is_two_names_whatever_the_spaces() -> None:
         ({"num_heads": 8, "num_kv_heads": 3}, "8 query heads do not divide over 3"),
         ({"attn_type": "foo"}, "attn_type 'foo' is not known"),
         ({"kv_cache_dtype": "foo"}, "kv_cache_dtype 'foo' is not known"),
+        ({"dtype": "float32"}, "dtype 'float32' is not allowed; give a torch.dtype"),
+        ({"device_capability": "sm_90"}, "device_capability 'sm_90' is not allowed"),
+        ({"return_lse": "no"}, "return_lse 'no' is not allowed; give True or False"),
     ],
 )
 def test_a_request_that_no_layer_can_be_is_refused(facts: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         AttentionRequest(**{"head_size": 64, "dtype": torch.float32, **facts})
+
+
+@pytest.mark.parametrize("choose", [select, decide])
+def test_what_is_no_request_is_named(choose: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigurationError, match="request None is not allowed; give an Attention"):
+        choose(None)
 
 
 @pytest.mark.parametrize("name", ["reference", "auto"])

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TypeAlias
 
 import torch
 
-from attnkit.arguments import check_heads
+from attnkit.arguments import check_dtype, check_flags, check_heads, check_kind
 from attnkit.backends import BACKENDS, MLA_BACKENDS
 from attnkit.contract import (
     AttentionBackend,
@@ -94,6 +94,14 @@ class AttentionRequest:
 
     def __post_init__(self) -> None:
         check_heads(self.num_heads, self.num_kv_heads, self.head_size, self.head_size_v)
+        check_dtype(self.dtype)
+        check_kind(
+            "device_capability",
+            self.device_capability,
+            DeviceCapability,
+            "a DeviceCapability, DeviceCapability.of('cpu') say",
+        )
+        check_flags({f.name: getattr(self, f.name) for f in fields(self) if f.default is False})
         if self.kv_cache_dtype is not None:
             get_kv_quant_mode(self.kv_cache_dtype)
         names = [kind.value for kind in AttentionType]
@@ -299,7 +307,9 @@ def decide(
 
     Raises:
         UnknownBackend: no backend has this name.
+        ConfigurationError: `request` is none.
     """
+    _check_request(request)
     decisions: list[Decision] = []
     table = MLA_BACKENDS if request.use_mla else BACKENDS
     asked, _ = asked_for(backend, environ=environ)
@@ -341,7 +351,9 @@ def select(
         UnknownBackend: no backend has this name.
         BackendUnavailable: the named one cannot run here.
         UnsupportedConfiguration: the named one, or every candidate, cannot serve; with all reasons.
+        ConfigurationError: `request` is none.
     """
+    _check_request(request)
     name, asked = asked_for(backend, environ=environ)
     cls = find_named(backend, here=here, environ=environ)
     if cls is not None:
@@ -359,6 +371,12 @@ def select(
 
 Choose: TypeAlias = Callable[[AttentionRequest, str | type[AttentionBackend]], Selection]
 """`select`, or `functools.cache` around it for layers that ask alike, as those of a model do."""
+
+
+def _check_request(request: object) -> None:
+    check_kind(
+        "request", request, AttentionRequest, "an AttentionRequest(head_size=..., dtype=...)"
+    )
 
 
 def _by_name(

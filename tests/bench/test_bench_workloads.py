@@ -145,7 +145,7 @@ def test_heads_without_a_slash_are_all_kv_heads() -> None:
     [
         ("decode", "s=3", "no key 's'.*batch, ctx"),
         ("decode", "batch=x", "batch=x is not a whole number"),
-        ("decode", "batch=0", "at least one request"),
+        ("decode", "batch=0", "batch=0 leaves nothing to measure"),
         ("decode", "ctx=0", "1 new tokens in a sequence of 0"),
         ("decode", "heads=6/4", "6 query heads do not share 4"),
         ("decode", "d=0", "head_size 0"),

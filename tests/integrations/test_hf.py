@@ -277,6 +277,11 @@ def test_steps_of_one_token_go_on_after_one_that_failed_or_was_cut(enabled):
             torch.testing.assert_close(got, expected[:, at], atol=2e-5, rtol=2e-5)
 
 
+def test_what_is_no_model_is_named():
+    with pytest.raises(ModelError, match="enable got str; give a model"):
+        attnkit.hf.enable("a/name")
+
+
 def test_training_is_refused(llama):
     for prepare in (
         lambda: attnkit.hf.enable(llama, backend="cpu"),

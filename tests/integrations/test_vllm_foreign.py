@@ -53,11 +53,15 @@ class TheirBuilder:
         assert (
             vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config) == HEADS
         )
+        assert vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config) == KV_HEADS
+        assert vllm_config.model_config.get_head_size() in (SIZE, 16)
+        assert vllm_config.compilation_config.cudagraph_mode == "none"
+        self.num_blocks = vllm_config.cache_config.num_gpu_blocks
         self.isa = "abacus"
 
     def build(self, common_prefix_len: int, batch: Any, fast_build: bool = False) -> Any:
         assert type(batch) is Batch
-        return SimpleNamespace(batch=batch)
+        return SimpleNamespace(batch=batch, num_blocks=self.num_blocks)
 
 
 class TheirImpl:
@@ -78,6 +82,7 @@ class TheirImpl:
         self, layer: Any, query: Any, key: Any, value: Any, cache: Any, plan: Any, output: Any
     ) -> Any:
         assert layer._k_scale_float == 1.0
+        assert plan.num_blocks == cache.shape[0]
         batch = plan.batch
         starts = batch.query_start_loc.tolist()
         for row, (a, b) in enumerate(itertools.pairwise(starts)):
@@ -122,7 +127,12 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     vars(specs).update(FullAttentionSpec=FullAttentionSpec, SlidingWindowSpec=SlidingWindowSpec)
     modules: dict[str, dict[str, Any]] = {
         "vllm": {},
-        "vllm.config": {"set_current_vllm_config": contextlib.nullcontext},
+        "vllm.config": {
+            "set_current_vllm_config": contextlib.nullcontext,
+            "AttentionConfig": SimpleNamespace,
+            "CUDAGraphMode": SimpleNamespace(NONE="none"),
+        },
+        "vllm.triton_utils": {"HAS_TRITON": False},
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
         "vllm.v1": {"kv_cache_interface": specs},
         "vllm.v1.attention": {"backend": backend},
@@ -185,6 +195,9 @@ def test_what_cannot_be_run_is_refused(foreign):
         arguments = {"num_heads": HEADS, "head_size": SIZE, "num_kv_heads": KV_HEADS, **given}
         with pytest.raises(UnsupportedConfiguration, match=message):
             Attention(**arguments, backend=theirs)
+    tritons = type("Tritons", (TheirBackend,), {"get_name": staticmethod(lambda: "TRITON_ATTN")})
+    with pytest.raises(UnsupportedConfiguration, match="TRITON_ATTN needs Triton, which this vLLM"):
+        Attention(HEADS, SIZE, num_kv_heads=KV_HEADS, backend=foreign.adapt(tritons))
     latents = type("Latents", (TheirBackend,), {"is_mla": staticmethod(lambda: True)})
     with pytest.raises(UnsupportedConfiguration, match="Latents is for latents"):
         foreign.adapt(latents)

@@ -272,6 +272,8 @@ def parse_shape(kind: Kind, text: str) -> Workload:
             layer[key] = value
         elif key in values:
             values[key] = _whole(key, value)
+            if values[key] == 0 and not key.endswith("ctx"):
+                raise ConfigurationError(f"{key}=0 leaves nothing to measure; give at least 1")
         else:
             allowed = ", ".join((*_DEFAULTS[kind], *_LAYER_KEYS))
             raise ConfigurationError(f"shape of {kind} has no key {key!r}; use {allowed}")

@@ -37,7 +37,7 @@
 
 #ifdef ATTNKIT_AMX
 #define SIDES (TILE / SIDE) /* of the keys of a tile: two, each with a register of its own */
-#define FOUR 4
+#define FOUR 4              /* rows whose scores are put together at a time */
 #define COPIES 4            /* of a side's rows, where they are not read where they lie */
 
 /* Of raw scores: a row each, but as many as `rows_of_scores` takes at a time. */

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
 
 from attnkit.contract import AttentionBackend
@@ -50,12 +51,17 @@ def enable(
         The bridge; print it to see which backend runs which layers, and why.
 
     Raises:
-        ModelError: the model is in training mode, or has an attention attnkit does not know; it is
-            named, and the model is left as it was.
+        ModelError: it is no model, or in training mode, or has an attention attnkit does not know; that
+            is named, and the model is left as it was.
         BackendError: no such backend, or it cannot serve a layer.
         ConfigurationError: a length or block size that is not allowed.
     """
     check_version(transformers.__version__)
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(
+            f"enable got {type(model).__name__}; give a model, from "
+            "AutoModelForCausalLM.from_pretrained(...) say"
+        )
     if model.training:
         raise ModelError(
             f"{type(model).__name__} is in training mode, and attnkit runs inference alone; call "

@@ -8,17 +8,19 @@ ours that asks it, plans with its builder and runs its impl, over our pages.
     LLM(model, backend=adapt(TheirBackend))
 
 Its builder sees a configuration with the attributes of `_engine_view` and no layers of vLLM's. What a
-backend needs beyond that it does not find, and raises.
+backend needs beyond that it does not find, and raises. A backend whose kernels this build of vLLM does
+not have is refused with that reason.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import AttentionConfig, CUDAGraphMode, set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface as vllm_specs
 from vllm.v1.attention import backend as vllm_contract
@@ -45,6 +47,30 @@ _ASKED = (
     *("supports_non_causal", "supports_batch_invariance"),
 )
 """Questions that are handed on as they are."""
+
+
+def _has_triton() -> bool:
+    from vllm.triton_utils import HAS_TRITON
+
+    return HAS_TRITON
+
+
+def _has_flash_attn() -> bool:
+    from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
+
+    return is_flash_attn_varlen_func_available()
+
+
+def _has_cache_write() -> bool:
+    return hasattr(torch.ops._C_cache_ops, "reshape_and_cache_flash")
+
+
+_NEEDED: dict[str, tuple[Callable[[], bool], str]] = {
+    "TRITON_ATTN": (_has_triton, "Triton, which this vLLM has turned off (no driver it knows)"),
+    "FLASH_ATTN": (_has_flash_attn, "vLLM's flash-attention library, which its CPU build lacks"),
+    "FLEX_ATTENTION": (_has_cache_write, "vLLM's CUDA operator to write a cache"),
+}
+"""What the kernels of vLLM's own backends are made of, besides vLLM's package."""
 
 
 @functools.cache
@@ -98,16 +124,16 @@ class ForeignPlan:
         self._builder = builder
         self._planned: dict[int, Any] = {}
 
-    def of(self, num_heads: int) -> tuple[Any, Any]:
-        """vLLM's builder for layers with so many heads, and its plan."""
-        builder = self._builder.of(num_heads)
+    def of(self, num_heads: int, num_blocks: int) -> tuple[Any, Any]:
+        """vLLM's builder for layers with so many heads over so many pages, and its plan."""
+        builder = self._builder.of(num_heads, num_blocks)
         if num_heads not in self._planned:
             self._planned[num_heads] = builder.build(0, self.batch)
         return builder, self._planned[num_heads]
 
 
 class ForeignBuilder(AttentionMetadataBuilder[ForeignPlan]):
-    """Keeps one of vLLM's builders per number of query heads."""
+    """Keeps one of vLLM's builders per number of query heads and pages."""
 
     theirs: ClassVar[Any]
 
@@ -119,7 +145,7 @@ class ForeignBuilder(AttentionMetadataBuilder[ForeignPlan]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._made: dict[int, Any] = {}
+        self._made: dict[tuple[int, int], Any] = {}
 
     def build(
         self,
@@ -129,18 +155,19 @@ class ForeignBuilder(AttentionMetadataBuilder[ForeignPlan]):
     ) -> ForeignPlan:
         return ForeignPlan(self, common_attn_metadata)
 
-    def of(self, num_heads: int) -> Any:
-        """vLLM's builder for layers with so many heads."""
-        if num_heads not in self._made:
+    def of(self, num_heads: int, num_blocks: int) -> Any:
+        """vLLM's builder for layers with so many heads over so many pages."""
+        kind = num_heads, num_blocks
+        if kind not in self._made:
             spec: Any = self.kv_cache_spec
             facts = {name: getattr(spec, name) for name in _SPEC_FACTS if hasattr(spec, name)}
             their_spec = getattr(vllm_specs, type(spec).__name__)(**facts)
-            view = _engine_view(self.vllm_config, num_heads)
+            view = _engine_view(self.vllm_config, num_heads, spec, num_blocks)
             with set_current_vllm_config(view):
-                self._made[num_heads] = self.theirs.get_builder_cls()(
+                self._made[kind] = self.theirs.get_builder_cls()(
                     their_spec, self.layer_names, view, self.device
                 )
-        return self._made[num_heads]
+        return self._made[kind]
 
 
 class ForeignImpl(AttentionImpl[ForeignPlan]):
@@ -201,7 +228,7 @@ class ForeignImpl(AttentionImpl[ForeignPlan]):
         """Write, then attend; a profiling run, which has no plan, gets zeros."""
         if attn_metadata is None:
             return output.zero_()
-        builder, plan = attn_metadata.of(self.num_heads)
+        builder, plan = attn_metadata.of(self.num_heads, kv_cache.shape[0])
         seen = SimpleNamespace(
             **{
                 f"_{x}_scale{y}": getattr(layer, f"_{x}_scale{y}")
@@ -261,6 +288,22 @@ class ForeignBackend(AttentionBackend):
             return capability.platform == "cpu" and current_platform.is_cpu()
         return cls.theirs.supports_compute_capability(capability)
 
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: DeviceCapability,
+    ) -> str | None:
+        is_there, what = _NEEDED.get(cls.theirs.get_name(), (lambda: True, ""))
+        return None if is_there() else f"vLLM's {cls.theirs.get_name()} needs {what}"
+
 
 def _handed_on(theirs: Any, name: str) -> Any:
     def ask(cls: type, *args: Any) -> Any:
@@ -269,22 +312,42 @@ def _handed_on(theirs: Any, name: str) -> Any:
     return classmethod(ask)
 
 
-def _engine_view(config: Any, num_heads: int) -> SimpleNamespace:
-    """Our configuration with what vLLM's builders ask of theirs besides."""
+def _engine_view(
+    config: Any, num_heads: int, spec: Any | None = None, num_blocks: int | None = None
+) -> SimpleNamespace:
+    """Our configuration with what vLLM's impls and builders ask of theirs besides.
+
+    Args:
+        config: ours.
+        num_heads: query heads.
+        spec: of the cache; None: an impl is made, which does not ask.
+        num_blocks: pages there are, likewise.
+    """
     model = SimpleNamespace(
         **{name: getattr(config.model_config, name) for name in ("dtype", "max_model_len")},
         is_mm_prefix_lm=False,
         rswa_window=None,
         get_num_attention_heads=lambda parallel_config: num_heads,
     )
+    if spec is not None:
+        model.get_num_kv_heads = lambda parallel_config: spec.num_kv_heads
+        model.get_head_size = lambda: spec.head_size
+    cache = SimpleNamespace(
+        block_size=config.cache_config.block_size, cache_dtype="auto", num_gpu_blocks=num_blocks
+    )
     compilation = SimpleNamespace(
-        static_forward_context={}, cudagraph_capture_sizes=[], max_cudagraph_capture_size=0
+        static_forward_context={},
+        cudagraph_mode=CUDAGraphMode.NONE,
+        cudagraph_capture_sizes=[],
+        max_cudagraph_capture_size=0,
     )
     return SimpleNamespace(
         model_config=model,
-        cache_config=config.cache_config,
+        cache_config=cache,
         parallel_config=config.parallel_config,
         scheduler_config=config.scheduler_config,
         speculative_config=config.speculative_config,
         compilation_config=compilation,
+        attention_config=AttentionConfig(),
+        kernel_config=SimpleNamespace(enable_jit_warmup=False),
     )
