@@ -188,6 +188,11 @@ def discover_layers(
             indexer=indexer,
             is_prefix_lm=token_types is not None,
         )
+        if not is_open and call.key.shape[2] != call.query.shape[2]:
+            raise ModelError(
+                f"{kind}: layer {name} attends to {call.key.shape[2]} keys for {call.query.shape[2]} "
+                "tokens without a cache; attnkit keeps one key a token: use another model"
+            )
         latent = None if is_open else _latent(fact, call, expansions)
         if indexer is not None and latent is None:
             raise ModelError(
@@ -392,7 +397,7 @@ def _check_keys(where: str, call: AttentionCall) -> None:
     """Refuse keys that stand for several tokens: a probe is too short to show most of them.
 
     Raises:
-        ModelError: a compressor makes some, or there are more keys than tokens.
+        ModelError: a compressor makes some.
     """
     compressor = getattr(call.module, "compressor", None)
     if compressor is not None:
@@ -404,11 +409,6 @@ def _check_keys(where: str, call: AttentionCall) -> None:
             "tokens until it is whole, nor for two caches under one softmax with sinks; it runs layers "
             "of that model that have a window alone. As layers of your own: "
             "MLAAttention(tokens_per_state=...), merged with a window's by their lse"
-        )
-    if call.key.shape[2] != call.query.shape[2]:
-        raise ModelError(
-            f"{where} attends to {call.key.shape[2]} keys for {call.query.shape[2]} tokens; attnkit "
-            "keeps one key a token: use another model"
         )
 
 
