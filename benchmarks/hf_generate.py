@@ -3,7 +3,7 @@
 In: a model, contexts and a number of rows. Out: a table of decode steps and of prompts (two workloads
 per context), and with --json a record. Every engine continues the same random tokens greedily; the
 column of differing tokens compares with sdpa's. "enabled" is attnkit.hf.enable, "by name" is
-attn_implementation="attnkit" alone, which takes transformers' cache over into pages in the first step.
+attn_implementation="attnkit" alone, which takes transformers' cache over into pages.
 
     python benchmarks/hf_generate.py --json benchmarks/hf-generate-cpu.json
 """
