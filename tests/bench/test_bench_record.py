@@ -25,7 +25,7 @@ WORKLOADS = [decode(2, 33, LAYER), decode(4, 100, LAYER), prefill(1, 64, LAYER)]
 
 
 def test_a_command_names_no_folder_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    called = ["/home/me/e2e.py", "--json", "/root/out/x.json", "--python", "bin/python", "decode"]
+    called = ["/away/me/e2e.py", "--json", "/away/out/x.json", "--python", "bin/python", "decode"]
     monkeypatch.setattr(sys, "argv", called)
     assert machine.command() == "e2e.py --json x.json --python bin/python decode"
 
