@@ -30,8 +30,8 @@ import torch
 
 from attnkit.backends.hopper import cache_launch, launch, tuning
 from attnkit.backends.hopper.config import PrefillConfig
-from attnkit.backends.hopper.kernel_call import KernelCall
 from attnkit.backends.hopper.plan import Geometry, HopperMetadataBuilder, Plan
+from attnkit.backends.kernel_call import KernelCall
 from attnkit.backends.stored import Stored
 from attnkit.bench import timing
 from attnkit.contract import (

@@ -8,7 +8,8 @@ import pytest
 import torch
 from triton_problem import DEVICE
 
-from attnkit.backends.triton import configs, launch
+from attnkit.backends.kernel_call import KernelCall
+from attnkit.backends.triton import configs
 from attnkit.backends.triton.backend import TritonBackend
 from attnkit.backends.triton.plan import Workspace
 from attnkit.batch import make_batch
@@ -36,13 +37,13 @@ def make_step(query_lens: list[int], seq_lens: list[int], **how: Any) -> CommonA
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that are launched from here on."""
     names: list[str] = []
-    start = launch.KernelCall.launch
+    start = KernelCall.launch
 
-    def spy(call: launch.KernelCall) -> None:
+    def spy(call: KernelCall) -> None:
         names.append(call.kernel.__name__)
         start(call)
 
-    monkeypatch.setattr(launch.KernelCall, "launch", spy)
+    monkeypatch.setattr(KernelCall, "launch", spy)
     return names
 
 

@@ -18,8 +18,8 @@ class KernelCall:
     Attributes:
         kernel: the jitted function.
         grid: programs along each axis.
-        arguments: by parameter name.
-        options: of the compiler.
+        arguments: by parameter name; None switches a feature off, where the kernel has it.
+        options: of the compiler: warps of a program, stages, ...
         device: of the tensors among the arguments.
     """
 

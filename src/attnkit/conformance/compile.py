@@ -25,6 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from attnkit.backends.kernel_call import KernelCall
 from attnkit.backends.stored import Stored
 from attnkit.backends.triton import configs, launch
 from attnkit.backends.triton.operands import Operands, OutputCodes, Parts
@@ -106,11 +107,11 @@ def compile_kernels(arch: str = "sm_90") -> list[KernelReport]:
     return [_report(name, call, number) for name, call in _variants(_GPUS[number])]
 
 
-def _report(name: str, call: launch.KernelCall, arch: int) -> KernelReport:
+def _report(name: str, call: KernelCall, arch: int) -> KernelReport:
     compiled: Any = triton.compile(
         _source(call),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": call.num_warps, "num_stages": call.num_stages},
+        options=call.options,
     )
     registers, local = _resources(compiled.asm["cubin"])
     return KernelReport(
@@ -118,12 +119,12 @@ def _report(name: str, call: launch.KernelCall, arch: int) -> KernelReport:
         registers=registers,
         spill_bytes=local,
         shared_bytes=compiled.metadata.shared,
-        num_warps=call.num_warps,
+        num_warps=call.options["num_warps"],
         wgmma=compiled.asm["ptx"].count("wgmma.mma_async"),
     )
 
 
-def _source(call: launch.KernelCall) -> ASTSource:
+def _source(call: KernelCall) -> ASTSource:
     """What the runtime would compile for these arguments: 1 and None become constants, and multiples of
     16 are marked, unless the kernel asks not to."""
     signature: dict[str, str] = {}
@@ -162,7 +163,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _variants(gpu: configs.Gpu) -> Iterator[tuple[str, launch.KernelCall]]:
+def _variants(gpu: configs.Gpu) -> Iterator[tuple[str, KernelCall]]:
     """Names and calls. "all" has every feature of a layer that adds code to the score or the
     mask, "masks" those of a batch too, "tree" the one that goes with no other."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -316,7 +317,7 @@ def _attention(
     masks: bool = False,
     tree: bool = False,
     codes: QuantKey | None = None,
-) -> tuple[str, launch.KernelCall]:
+) -> tuple[str, KernelCall]:
     operands = _operands(
         size, size_v or size, dtype, cache or dtype, page, heads, kv_heads, gpu, masks, tree, codes
     )
@@ -340,7 +341,7 @@ def _decode(
     tree: bool = False,
     split: bool = False,
     codes: QuantKey | None = None,
-) -> Iterator[tuple[str, launch.KernelCall]]:
+) -> Iterator[tuple[str, KernelCall]]:
     heads, kv_heads = 32, 8
     operands = _operands(
         size, size, dtype, cache or dtype, page, heads, kv_heads, gpu, masks, tree, codes
@@ -368,7 +369,7 @@ def _decode(
 
 def _write(
     name: str, size: int, dtype: torch.dtype, *, cache: Cache | None = None
-) -> tuple[str, launch.KernelCall]:
+) -> tuple[str, KernelCall]:
     operands = _operands(size, size, dtype, cache or dtype, 16, 8, 8, configs.HOPPER)
     rows = _empty(4096, 8, size, dtype=dtype)
     slots = _empty(4096, dtype=torch.int64)

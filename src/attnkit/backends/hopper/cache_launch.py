@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import triton
 
-from attnkit.backends.hopper.kernel_call import KernelCall
 from attnkit.backends.hopper.launch import Operands, scale_arguments
 from attnkit.backends.hopper.unpack import unpack_kernel
 from attnkit.backends.hopper.write import write_kernel
+from attnkit.backends.kernel_call import KernelCall
 from attnkit.backends.stored import Stored
 
 

@@ -30,9 +30,9 @@ from attnkit.contract import AttentionLayer, AttentionType
 from attnkit.errors import BatchError, CacheError, UnsupportedConfiguration
 
 if TYPE_CHECKING:
-    from attnkit.backends.hopper.kernel_call import KernelCall
     from attnkit.backends.hopper.launch import Operands
     from attnkit.backends.hopper.repeat import Repeats
+    from attnkit.backends.kernel_call import KernelCall
 
 _NO_WINDOW = 1 << 29
 """From here on a window is longer than any request, and sums with it would leave int32."""
@@ -95,9 +95,7 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         plan = attn_metadata.plan(self._geometry(page_size))
         shape = (self.head_size, self.group_size, page_size, self._score(lse is not None))
         table = attn_metadata.block_table
-        operands = functools.partial(
-            self._operands, layer, query, kv_cache, output, lse, attn_metadata.block_table
-        )
+        operands = functools.partial(self._operands, layer, query, kv_cache, output, lse, table)
         kind = (_kind(query, output), table.dtype, lse is None)
         if plan.prefill is not None:
             p, prompts = plan.prefill, prefill_config(*shape, scaled=self._is_coded)

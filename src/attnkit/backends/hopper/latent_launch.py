@@ -12,11 +12,11 @@ import triton
 
 from attnkit.backends.hopper.config import LatentConfig
 from attnkit.backends.hopper.gluon_api import TensorDescriptor, gl
-from attnkit.backends.hopper.kernel_call import KernelCall
 from attnkit.backends.hopper.latent_decode import latent_decode_kernel
 from attnkit.backends.hopper.latent_fold import fold_latents_kernel
 from attnkit.backends.hopper.latent_narrow import latent_narrow_kernel
 from attnkit.backends.hopper.launch import LOG2_E, options_of
+from attnkit.backends.kernel_call import KernelCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -26,10 +26,10 @@ from attnkit.backends.hopper.config import (
 )
 from attnkit.backends.hopper.decode import decode_kernel
 from attnkit.backends.hopper.gluon_api import TensorDescriptor, gl
-from attnkit.backends.hopper.kernel_call import KernelCall
 from attnkit.backends.hopper.plan_kernels import fill_row_tiles_kernel, share_decodes_kernel
 from attnkit.backends.hopper.prefill import prefill_kernel
 from attnkit.backends.hopper.tuning import LATENT_SPARE, min_decode_tiles
+from attnkit.backends.kernel_call import KernelCall
 from attnkit.contract import AttentionVariant
 from attnkit.errors import AttnkitError
 

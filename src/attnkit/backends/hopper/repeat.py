@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from attnkit.backends.hopper.gluon_api import TensorDescriptor
-from attnkit.backends.hopper.kernel_call import KernelCall, current
+from attnkit.backends.kernel_call import KernelCall, current
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from attnkit.backends.kernel_call import KernelCall
 from attnkit.backends.stored import Codes, float32_view
 from attnkit.backends.triton.configs import Gpu, index_tile, padded
 from attnkit.backends.triton.index import index_score_kernel, index_top_kernel, index_write_kernel
-from attnkit.backends.triton.launch import KernelCall
 
 _MAX_SCORES = 1 << 26
 """Float32 elements (256 MiB) that scores of a step may take; more queries go one part after another."""
@@ -85,8 +85,7 @@ def index_write_call(k: torch.Tensor, pages: IndexPages, slot_mapping: torch.Ten
             "UNIT": pages.unit,
         },
         device=k.device,
-        num_warps=4,
-        num_stages=1,
+        options={"num_warps": 4, "num_stages": 1},
     )
 
 
@@ -170,8 +169,7 @@ def index_choose_calls(
                 "UNIT": pages.unit,
             },
             device=q.device,
-            num_warps=num_warps,
-            num_stages=2,
+            options={"num_warps": num_warps, "num_stages": 2},
         )
         yield KernelCall(
             kernel=index_top_kernel,
@@ -184,6 +182,5 @@ def index_choose_calls(
                 "BLOCK_N": 2048,
             },
             device=q.device,
-            num_warps=8,
-            num_stages=1,
+            options={"num_warps": 8, "num_stages": 1},
         )

@@ -10,12 +10,12 @@ too), which is how every kernel can be compiled for a GPU that is not here.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
+from attnkit.backends.kernel_call import KernelCall
 from attnkit.backends.stored import Encoding, Stored
 from attnkit.backends.triton.attention import attention_kernel
 from attnkit.backends.triton.configs import (
@@ -39,37 +39,6 @@ if is_interpreting():
 
 _NO_WINDOW = 1 << 30
 """From here on a window is longer than any request, and sums with it would leave int32."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelCall:
-    """A kernel with everything it is launched with.
-
-    Attributes:
-        kernel: the jitted function.
-        grid: programs along each axis.
-        arguments: by parameter name; None switches a feature off.
-        device: of the tensors among them.
-        num_warps: of a program.
-        num_stages: K/V tiles in flight.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    device: torch.device
-    num_warps: int
-    num_stages: int
-
-    def launch(self) -> None:
-        """Start it, unless there is nothing to do."""
-        if not all(self.grid):
-            return
-        # Triton launches on the current device, whatever the tensors are on.
-        with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
-            self.kernel[self.grid](
-                **self.arguments, num_warps=self.num_warps, num_stages=self.num_stages
-            )
 
 
 @functools.cache
@@ -174,8 +143,7 @@ def attention_call(
         grid=(num_tiles if o.num_reqs else 0, o.num_kv_heads * head_tiles),
         arguments=arguments,
         device=o.query.device,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
     )
 
 
@@ -244,8 +212,7 @@ def decode_calls(
             "BLOCK_M": config.block_m,
         },
         device=o.query.device,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
     )
     if parts is None:
         return (decode,)
@@ -290,8 +257,7 @@ def decode_calls(
             "UNROLL": 8,
         },
         device=o.query.device,
-        num_warps=1 if head_size_v <= 128 else 4,
-        num_stages=1,
+        options={"num_warps": 1 if head_size_v <= 128 else 4, "num_stages": 1},
     )
     return decode, merge
 
@@ -353,8 +319,7 @@ def write_call(
             **codes,
         },
         device=key.device,
-        num_warps=4,
-        num_stages=1,
+        options={"num_warps": 4, "num_stages": 1},
     )
 
 

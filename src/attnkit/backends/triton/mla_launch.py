@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 import triton
 
+from attnkit.backends.kernel_call import KernelCall
 from attnkit.backends.stored import Encoding
 from attnkit.backends.triton.configs import DecodeConfig, padded
 from attnkit.backends.triton.decode import merge_kernel
-from attnkit.backends.triton.launch import KernelCall
 from attnkit.backends.triton.mla_choose import choose_rows_kernel
 from attnkit.backends.triton.mla_decode import mla_decode_kernel
 from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages
@@ -136,8 +136,7 @@ def mla_decode_calls(
             "CODES": int(pages.codes),
         },
         device=o.query.device,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
     )
     if parts is None:
         return (decode,)
@@ -169,8 +168,7 @@ def mla_decode_calls(
             "UNROLL": 4,
         },
         device=o.query.device,
-        num_warps=4,
-        num_stages=1,
+        options={"num_warps": 4, "num_stages": 1},
     )
     return decode, merge
 
@@ -217,8 +215,7 @@ def tiled_write_call(
             "BLOCK_T": block_t,
         },
         device=kv_c.device,
-        num_warps=4,
-        num_stages=1,
+        options={"num_warps": 4, "num_stages": 1},
     )
 
 
@@ -261,6 +258,5 @@ def choose_rows_call(
             "BLOCK_R": 128,
         },
         device=lists.device,
-        num_warps=4,
-        num_stages=1,
+        options={"num_warps": 4, "num_stages": 1},
     )

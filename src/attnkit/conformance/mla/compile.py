@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
-from attnkit.backends.triton import configs, index_launch, launch, mla_launch
+from attnkit.backends.kernel_call import KernelCall
+from attnkit.backends.triton import configs, index_launch, mla_launch
 from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages
 from attnkit.backends.triton.operands import Parts
 from attnkit.contract import MLADimensions
@@ -22,7 +23,7 @@ _DEEPSEEK = MLADimensions(
 _SMALL = MLADimensions(kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
 
 
-def mla_variants(gpu: configs.Gpu) -> Iterator[tuple[str, launch.KernelCall]]:
+def mla_variants(gpu: configs.Gpu) -> Iterator[tuple[str, KernelCall]]:
     """Few and many heads, one and several queries, every kind of row."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     for heads in (16, 128):
@@ -83,7 +84,7 @@ def _decode(
     page: int = 64,
     dimensions: MLADimensions = _DEEPSEEK,
     split: bool = False,
-) -> Iterator[tuple[str, launch.KernelCall]]:
+) -> Iterator[tuple[str, KernelCall]]:
     d, num_reqs = dimensions, 64
     operands = LatentOperands(
         query=_empty(num_reqs, heads, d.latent_size, dtype=dtype),
@@ -116,7 +117,7 @@ def _decode(
 
 def _index(
     gpu: configs.Gpu, name: str, dtype: torch.dtype, stored: torch.dtype, *, page: int = 64
-) -> Iterator[tuple[str, launch.KernelCall]]:
+) -> Iterator[tuple[str, KernelCall]]:
     """DeepSeek-V3.2's indexer: 64 heads of 128, 2048 keys of 64k."""
     size = 132 if stored is torch.uint8 else 128
     pages = index_launch.IndexPages.of(_empty(1024, page, size, dtype=stored), 128)
