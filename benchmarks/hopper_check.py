@@ -30,7 +30,7 @@ import torch
 
 from attnkit.backends.hopper import cache_launch, launch, tuning
 from attnkit.backends.hopper.config import PrefillConfig
-from attnkit.backends.hopper.plan import Geometry, HopperMetadataBuilder, Plan
+from attnkit.backends.hopper.plan import Geometry, HopperMetadataBuilder, Plan, PrefillPlan
 from attnkit.backends.kernel_call import KernelCall
 from attnkit.backends.stored import Stored
 from attnkit.bench import timing
@@ -231,22 +231,32 @@ def calls(b: Batch, t: Tensors, plan: Plan) -> list[KernelCall]:
     shape = (g.head_size, g.group_size, g.page_size, score)
     found = []
     if plan.prefill is not None:
-        p, operands = plan.prefill, t.operands
-        config = tuning.prefill_config(*shape, scaled=b.coded)
-        if b.coded:
-            size, num_pages = b.head_size, p.pages.shape[1]
-            pool = t.query.new_empty(num_pages, b.num_kv_heads, b.page_size, 2 * size)
-            found.append(cache_launch.unpack_call(operands, p.pages, t.batch.seq_lens, pool))
-            operands = replace(
-                operands, key=pool[..., :size], value=pool[..., size:], block_table=p.page_table
-            )
-        found.append(
-            launch.prefill_call(operands, variant, p.starts, p.num_programs, p.records, config)
-        )
+        found += prefill_calls(b, t, plan.prefill, tuning.prefill_config(*shape, scaled=b.coded))
     if plan.decode is not None:
         d = plan.decode
         config = tuning.decode_config(*shape, d.tile_rows, coded=b.coded)
         found.append(launch.decode_call(t.operands, variant, d.share, d.pieces, d.states, config))
+    return found
+
+
+def prefill_calls(b: Batch, t: Tensors, p: PrefillPlan, config: PrefillConfig) -> list[KernelCall]:
+    """Those of the prompts: of float8 pages first into others, and splits of row tiles put together."""
+    found, operands = [], t.operands
+    if b.coded:
+        size, num_pages = b.head_size, p.pages.shape[1]
+        pool = t.query.new_empty(num_pages, b.num_kv_heads, b.page_size, 2 * size)
+        found.append(cache_launch.unpack_call(operands, p.pages, t.batch.seq_lens, pool))
+        operands = replace(
+            operands, key=pool[..., :size], value=pool[..., size:], block_table=p.page_table
+        )
+    if p.parts is not None:
+        operands = replace(operands, output=p.parts.output, lse=p.parts.lse)
+        config = replace(config, split=True, score=replace(config.score, sinks=False, lse=True))
+    work = (p.starts, p.num_programs, p.records, config)
+    found.append(launch.prefill_call(operands, b.variant, *work))
+    if p.parts is not None:
+        sinks = b.variant.sinks
+        found.append(launch.merge_call(p.parts, p.records, t.output, t.lse, sinks, config))
     return found
 
 
@@ -666,13 +676,10 @@ def time_prefill(clock: Clock, rivals: dict[str, Any]) -> None:
             if page == 128:
                 contenders = {k: v for k, v in contenders.items() if "paged" in k}
             reference = contenders["FA3 paged"]() if "FA3 paged" in contenders else None
-            plan = (
-                make_builder(paged)
-                .build(0, t.batch)
-                .plan(b.geometry if page == 16 else paged.geometry)
+            score = launch.score_config(b.variant, lse=True)
+            config = tuning.prefill_config(
+                b.head_size, b.num_heads // b.num_kv_heads, page, score
             )
-            (ours,) = calls(paged, t, plan)
-            config = ours.arguments["CONFIG"]
             choices = (
                 {"hopper": config, **prefill_variants(config)} if page == 16 else {"hopper": config}
             )
@@ -697,10 +704,8 @@ def _other_choice(b: Batch, t: Tensors, config: PrefillConfig) -> Callable[[], N
     finally:
         planning.prefill_config = usual
     assert plan is not None
-    call = launch.prefill_call(
-        t.operands, b.variant, plan.starts, plan.num_programs, plan.records, config
-    )
-    return call.launch
+    found = prefill_calls(b, t, plan, config)
+    return lambda: [call.launch() for call in found]
 
 
 def _compare(case: str, who: str, t: Tensors, reference: torch.Tensor | None) -> None:

@@ -241,6 +241,7 @@ def variants(everything: bool) -> Iterator[tuple[str, str, Any, str]]:
     makers = {
         "prefill": prefill_config,
         "prefill scaled": functools.partial(prefill_config, scaled=True),
+        "prefill split": functools.partial(prefill_config, split=True),
         "decode": functools.partial(decode_config, tile_rows=64),
         "decode16": functools.partial(decode_config, tile_rows=16),
         "decode of codes": functools.partial(decode_config, tile_rows=16, coded=True),
@@ -258,10 +259,10 @@ def variants(everything: bool) -> Iterator[tuple[str, str, Any, str]]:
             "alibi-sqrt": ScoreConfig(linear=False, alibi=2),
         }
     for kernel, make in makers.items():
-        few = kernel in ("prefill scaled", "decode of codes")
+        few = kernel in ("prefill scaled", "prefill split", "decode of codes")
         for head_size in HEAD_SIZES:
             shapes = [("plain", plain, 4, 16, "bf16")]
-            if kernel == "prefill scaled" and head_size != 128 and not everything:
+            if kernel.startswith("prefill ") and head_size != 128 and not everything:
                 continue
             if everything or (head_size == 128 and not few):
                 shapes += [(name, score, 4, 16, "fp16") for name, score in scores.items()]
@@ -298,7 +299,8 @@ def reports(everything: bool) -> Iterator[dict[str, Any]]:
     from attnkit.backends.hopper.prefill import prefill_kernel
 
     kernels = {"prefill": prefill_kernel, "decode": decode_kernel, "decode16": decode_kernel}
-    kernels |= {"prefill scaled": prefill_kernel, "decode of codes": decode_kernel}
+    kernels |= {"prefill scaled": prefill_kernel, "prefill split": prefill_kernel}
+    kernels |= {"decode of codes": decode_kernel}
     kernels |= {"latent decode": latent_decode_kernel}
     kernels |= {"narrow latent decode": latent_narrow_kernel}
     for name, kernel, config, dtype in variants(everything):

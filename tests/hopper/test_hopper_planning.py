@@ -15,7 +15,6 @@ from attnkit.backends.hopper.prefill_plan import RowTiles, share_row_tiles
 from attnkit.backends.hopper.tuning import (
     MAX_DECODE_QUERY_LEN,
     decode_config,
-    decode_query_len,
     latent_config,
     min_decode_tiles,
     prefill_config,
@@ -87,7 +86,7 @@ def test_records_of_row_tiles_follow_the_device_not_the_host() -> None:
     work = torch.from_numpy(
         np.concatenate([tiles.starts, tiles.requests, tiles.tokens, tiles.head_tiles])
     )
-    records = torch.full((tiles.num_tiles, 8), -7, dtype=torch.int32)
+    records = torch.full((tiles.num_tiles, 16), -7, dtype=torch.int32)
     lengths = Lengths(
         query_start_loc=torch.tensor([0, 3, 103], dtype=torch.int32),
         seq_lens=torch.tensor([50, 230], dtype=torch.int32),
@@ -96,13 +95,63 @@ def test_records_of_row_tiles_follow_the_device_not_the_host() -> None:
     )
     row_tiles_call(work, tiles.num_tiles, len(tiles.starts), records, lengths, config).launch()
     for record, token, head in zip(records.tolist(), tiles.tokens, tiles.head_tiles, strict=True):
-        request, first, head_tile, num_tokens, position, reach, num_keys, num_tiles = record
+        request, first, head_tile, num_tokens, position, reach, num_keys, num_tiles = record[:8]
         assert (request, first, head_tile) == (1, 3 + token, head)
         assert num_tokens == min(32, 100 - token)
         assert position == 130 + token
         assert reach >= 1 << 29
         assert num_keys == 230
         assert num_tiles == 2
+
+
+def test_splits_of_a_row_tile_have_each_of_its_tiles_once() -> None:
+    """As many splits as make all programs busy alike, from bounds; the tiles are what the device knows."""
+    config = prefill_config(128, 4, 16, ScoreConfig(), split=True)
+    queries, bounds, keys = [0, 20, 33], [0, 9000, 4000], [0, 8000, 33]
+    tiles = share_row_tiles(
+        np.array(queries), np.array(bounds), 2, 12, config, causal=True, window=None, may_split=True
+    )
+    assert tiles.splits is not None
+    assert tiles.num_programs == 12
+    assert np.diff(tiles.starts).max() <= 4
+    assert sorted(tiles.splits[2]) == list(range(tiles.num_tiles))
+    arrays = [tiles.starts, tiles.requests, tiles.tokens, tiles.head_tiles, *tiles.splits]
+    records = torch.full((tiles.num_tiles, 16), -7, dtype=torch.int32)
+    work = torch.from_numpy(np.concatenate(arrays))
+    row_tiles_call(
+        work, tiles.num_tiles, len(tiles.starts), records, _lengths(queries, keys), config
+    ).launch()
+    found: dict[tuple[int, int, int], list[int]] = {}
+    counts: dict[tuple[int, int, int], list[int]] = {}
+    for request, first, head_tile, *rest in records.tolist():
+        _, position, _, num_keys, num_tiles, before, place, split, num_splits = rest[:9]
+        assert num_keys == keys[request]
+        row_tile = (request, first, head_tile)
+        end = -(-min(position + config.tokens, num_keys) // 128)
+        if before < end:
+            found.setdefault(row_tile, []).extend(range(before, before + num_tiles))
+        else:
+            assert (before, num_tiles) == (end, 1)
+        counts.setdefault(row_tile, []).append(num_splits)
+        assert place - split == tiles.splits[2][
+            [r == row_tile for r in zip(*records[:, :3].T.tolist(), strict=True)]
+        ].min()
+    for (request, first, _), of in counts.items():
+        assert of == [len(of)] * len(of)
+        position = keys[request] - queries[request] + first - sum(queries[:request])
+        end = -(-min(position + config.tokens, keys[request]) // 128)
+        assert sorted(found[request, first, _]) == list(range(end))
+    assert len(counts) == 2 * (1 + 2)
+
+
+@pytest.mark.parametrize("num_queries", [17, 64, 128, 256, 300, 600])
+def test_few_row_tiles_keep_all_programs_busy(num_queries: int) -> None:
+    config = prefill_config(128, 4, 16, ScoreConfig())
+    args = (np.array([num_queries]), np.array([32_768]), 8, 132, config)
+    tiles = share_row_tiles(*args, causal=True, window=None, may_split=True)
+    num_splits = np.ones(tiles.num_tiles) if tiles.splits is None else tiles.splits[1]
+    load = np.add.reduceat(256 / num_splits, tiles.starts[:-1])
+    assert load.max() < 1.25 * load.sum() / 132
 
 
 DECODES, CONTEXTS = [1, 0, 16, 300, 3, 1], [4000, 0, 900, 5000, 0, 70]
@@ -241,11 +290,6 @@ def test_heads_over_latents_fill_their_tiles_alike(num_heads: int, tiles: int) -
     assert config.head_tiles == tiles
     assert config.group_size * tiles == num_heads
     assert config.group_size <= config.pack <= 64
-
-
-def test_long_queries_are_decoded_only_where_row_tiles_are_few() -> None:
-    assert decode_query_len(66, 132) > MAX_DECODE_QUERY_LEN
-    assert decode_query_len(67, 132) == MAX_DECODE_QUERY_LEN
 
 
 def _graphs(drafts: int | None) -> AttentionCGSupport:

@@ -81,6 +81,8 @@ class PrefillConfig(KernelConfig):
         num_consumers: warpgroups that attend, of 64 rows each.
         q_stages: row tiles of Q in a ring, 1 or 2; with 2 the next one's Q is there when it begins.
         turns: consumers issue their products one after the other.
+        split: the keys of a row tile are shared out among programs. Each leaves its rows in float32, and
+            their LSE, for `merge`.
     """
 
     value_size: int
@@ -88,6 +90,12 @@ class PrefillConfig(KernelConfig):
     num_consumers: int
     q_stages: int
     turns: bool
+    split: bool
+
+    @property
+    def tokens(self) -> int:
+        """Of a full row tile."""
+        return 64 * self.num_consumers // self.pack
 
     @property
     def values(self) -> PrefillConfig:

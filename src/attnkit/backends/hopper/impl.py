@@ -1,7 +1,7 @@
 """HopperImpl: run one layer: write K and V, prefill, decode.
 
-In: the layer's static facts once; then per step its tensors, its cache and the plan. Out: launches, at
-most two for attention. Tensor maps of the cache are kept from step to step.
+In: the layer's static facts once; then per step its tensors, its cache and the plan. Out: launches: for
+attention one for prompts, one for decodes, and one where prompts came in splits. Tensor maps of the cache are kept from step to step.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         from attnkit.backends.hopper.launch import (
             decode_call,
             decode_changes,
+            merge_call,
+            merge_changes,
             prefill_call,
             prefill_changes,
         )
@@ -98,18 +100,37 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         operands = functools.partial(self._operands, layer, query, kv_cache, output, lse, table)
         kind = (_kind(query, output), table.dtype, lse is None)
         if plan.prefill is not None:
-            p, prompts = plan.prefill, prefill_config(*shape, scaled=self._is_coded)
-            work = (p.starts, p.num_programs, p.records, prompts)
+            p = plan.prefill
+            is_split = p.parts is not None
+            prompts = prefill_config(*shape, scaled=self._is_coded, split=is_split)
+            rows, row_lse = (p.parts.output, p.parts.lse) if is_split else (output, lse)
+
+            def prefill() -> KernelCall:
+                read = self._unpacked(operands(), p, attn_metadata) if self._is_coded else operands()
+                read = replace(read, output=rows, lse=row_lse)
+                return prefill_call(
+                    read, self.variant, p.starts, p.num_programs, p.records, prompts
+                )
+
             if self._is_coded:
-                unpacked = self._unpacked(operands(), p, attn_metadata)
-                prefill_call(unpacked, self.variant, *work).launch()
+                prefill().launch()
             else:
                 self._repeats.launch(
-                    ("prefill", *kind),
+                    ("prefill", is_split, *kind),
                     kv_cache,
                     (p.num_programs,),
-                    prefill_changes(query, output, lse, table, p.starts, p.records),
-                    lambda: prefill_call(operands(), self.variant, *work),
+                    prefill_changes(query, rows, row_lse, table, p.starts, p.records),
+                    prefill,
+                )
+            if is_split:
+                self._repeats.launch(
+                    ("merge", *kind),
+                    kv_cache,
+                    (p.records.shape[0], 8),
+                    merge_changes(p.parts, p.records, output, lse),
+                    lambda: merge_call(
+                        p.parts, p.records, output, lse, self.variant.sinks, prompts
+                    ),
                 )
         if plan.decode is not None:
             d = plan.decode

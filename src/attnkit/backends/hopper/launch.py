@@ -26,6 +26,7 @@ from attnkit.backends.hopper.config import (
 )
 from attnkit.backends.hopper.decode import decode_kernel
 from attnkit.backends.hopper.gluon_api import TensorDescriptor, gl
+from attnkit.backends.hopper.merge import merge_kernel
 from attnkit.backends.hopper.plan_kernels import fill_row_tiles_kernel, share_decodes_kernel
 from attnkit.backends.hopper.prefill import prefill_kernel
 from attnkit.backends.hopper.tuning import LATENT_SPARE, min_decode_tiles
@@ -108,14 +109,15 @@ def row_tiles_call(
     """Fill the records of row tiles.
 
     Args:
-        work: int32, `prefill_plan.RowTiles` on the device: starts, requests, tokens, head tiles.
-        num_tiles: row tiles.
+        work: int32, `prefill_plan.RowTiles` on the device: starts, requests, tokens, head tiles, splits.
+        num_tiles: row tiles, or splits of them.
         num_starts: of its first part.
-        records: int32 (num_tiles, 8), to be filled.
+        records: int32 (num_tiles, 16), to be filled.
         lengths: of the batch.
         config: of the prefill kernel.
     """
-    requests, tokens, head_tiles = work[num_starts:].view(3, num_tiles).unbind(0)
+    requests, tokens, head_tiles, *splits = work[num_starts:].view(-1, num_tiles).unbind(0)
+    split, num_splits, places = splits or (None, None, None)
     block = 128
     return KernelCall(
         kernel=fill_row_tiles_kernel,
@@ -125,9 +127,12 @@ def row_tiles_call(
             "requests_ptr": requests,
             "tokens_ptr": tokens,
             "head_tiles_ptr": head_tiles,
+            "splits_ptr": split,
+            "num_splits_ptr": num_splits,
+            "places_ptr": places,
             **_lengths(lengths),
             "num_tiles": num_tiles,
-            "TOKENS": 64 * config.num_consumers // config.pack,
+            "TOKENS": config.tokens,
             "BLOCK_N": config.block_n,
             "BLOCK": block,
         },
@@ -200,8 +205,9 @@ def prefill_call(
         variant: score and mask, its tensors on the operands' device.
         starts: int32 (num_programs + 1,), first row tile of each program.
         num_programs: of the grid.
-        records: int32 (num_tiles, 8).
-        config: made for the layer, the pages and `variant`.
+        records: int32 (num_tiles, 16).
+        config: made for the layer, the pages and `variant`. If it is one of splits, output and LSE of
+            `operands` are those of `Parts`.
     """
     o = operands
     return KernelCall(
@@ -232,6 +238,79 @@ def prefill_changes(
         "starts_ptr": starts,
         "tiles_ptr": records,
         **_step(output, lse, block_table),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Parts:
+    """Where splits of row tiles leave their rows, one place after the other.
+
+    Attributes:
+        output: float32 (num_splits * tokens of a row tile, pack, value_size).
+        lse: float32 (num_splits * tokens of a row tile, pack).
+    """
+
+    output: torch.Tensor
+    lse: torch.Tensor
+
+    @classmethod
+    def make(cls, num_splits: int, config: PrefillConfig, device: torch.device | str) -> Parts:
+        """Allocate them."""
+        rows = (num_splits * config.tokens, config.pack)
+        return cls(
+            output=torch.empty(*rows, config.value_size, dtype=torch.float32, device=device),
+            lse=torch.empty(rows, dtype=torch.float32, device=device),
+        )
+
+
+def merge_call(
+    parts: Parts,
+    records: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    config: PrefillConfig,
+) -> KernelCall:
+    """Put the splits of row tiles together.
+
+    Args:
+        parts: as the prefill kernel left them.
+        records: int32 (num_splits, 16).
+        output: (T, num_heads, value_size), written for the rows of those tiles.
+        lse: float32 (T, num_heads), likewise; None: not wanted.
+        sinks: (num_heads,); None: none.
+        config: of the prefill kernel.
+    """
+    return KernelCall(
+        kernel=merge_kernel,
+        grid=(records.shape[0], 8),
+        arguments={
+            **merge_changes(parts, records, output, lse),
+            "out_stride_token": output.stride(0),
+            "out_stride_head": output.stride(1),
+            "lse_stride_token": 0 if lse is None else lse.stride(0),
+            "sinks_ptr": sinks,
+            "HEAD_SIZE": config.value_size,
+            "PACK": config.pack,
+            "TILE_ROWS": 64 * config.num_consumers,
+            "BLOCK_ROWS": 512 // config.value_size,
+            "BLOCK_SPLITS": 8,
+        },
+        options={"num_warps": 4},
+        device=output.device,
+    )
+
+
+def merge_changes(
+    parts: Parts, records: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None
+) -> dict[str, Any]:
+    """Arguments of `merge_call` that differ from one step to the next."""
+    return {
+        "records_ptr": records,
+        "parts_ptr": parts.output,
+        "part_lses_ptr": parts.lse,
+        "out_ptr": output,
+        "lse_ptr": lse,
     }
 
 

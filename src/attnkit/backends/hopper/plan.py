@@ -22,7 +22,6 @@ from attnkit.backends.hopper.tuning import (
     MAX_DECODE_QUERY_LEN,
     decode_config,
     decode_programs,
-    decode_query_len,
     decode_rows,
     prefill_config,
 )
@@ -61,6 +60,7 @@ class PrefillPlan:
     """Arguments of `launch.prefill_call`; of coded pages also which ones are unpacked for it.
 
     Attributes:
+        parts: where the splits of row tiles leave their rows, `launch.Parts`; None: there are none.
         pages: int32 (2, P): request, and which of its pages, for `cache_launch.unpack_call`.
         page_table: int32 (R, W): where in these P pages those of a request are.
     """
@@ -68,6 +68,7 @@ class PrefillPlan:
     starts: torch.Tensor
     num_programs: int
     records: torch.Tensor
+    parts: Any = None
     pages: torch.Tensor | None = None
     page_table: torch.Tensor | None = None
 
@@ -108,13 +109,19 @@ def plan_row_tiles(
         config: of the prefill kernel.
         device: of the lengths.
     """
-    from attnkit.backends.hopper.launch import row_tiles_call
+    from attnkit.backends.hopper.launch import Parts, row_tiles_call
 
-    parts = (tiles.starts, tiles.requests, tiles.tokens, tiles.head_tiles)
-    work = _upload(np.concatenate(parts), device)
-    records = torch.empty(tiles.num_tiles, 8, dtype=torch.int32, device=device)
+    arrays = [tiles.starts, tiles.requests, tiles.tokens, tiles.head_tiles]
+    parts = None
+    if tiles.splits is not None:
+        arrays += [*tiles.splits]
+        parts = Parts.make(tiles.num_tiles, config, device)
+    work = _upload(np.concatenate(arrays), device)
+    records = torch.empty(tiles.num_tiles, 16, dtype=torch.int32, device=device)
     row_tiles_call(work, tiles.num_tiles, len(tiles.starts), records, lengths, config).launch()
-    return PrefillPlan(starts=work, num_programs=tiles.num_programs, records=records)
+    return PrefillPlan(
+        starts=work, num_programs=tiles.num_programs, records=records, parts=parts
+    )
 
 
 class Planner:
@@ -144,33 +151,15 @@ class Planner:
         )
         if batch.max_query_len <= MAX_DECODE_QUERY_LEN:
             some = batch.num_reqs > 0 and batch.max_query_len > 0
-            decode = None
-            if some:
-                decode = self._decodes(lengths, geometry, MAX_DECODE_QUERY_LEN, batch.max_query_len)
+            decode = self._decodes(lengths, geometry, batch.max_query_len) if some else None
             return Plan(prefill=None, decode=decode)
         query_lens = np.diff(batch.query_start_loc_cpu.numpy()).astype(np.int64)
-        longest = self._decode_query_len(query_lens, geometry)
-        is_prefill = query_lens > longest
+        is_prefill = query_lens > MAX_DECODE_QUERY_LEN
         decodes = query_lens[(query_lens > 0) & ~is_prefill]
         return Plan(
-            prefill=self._prefills(batch, lengths, np.where(is_prefill, query_lens, 0), geometry)
-            if is_prefill.any()
-            else None,
-            decode=self._decodes(lengths, geometry, longest, int(decodes.max()))
-            if decodes.size
-            else None,
+            prefill=self._prefills(batch, lengths, np.where(is_prefill, query_lens, 0), geometry),
+            decode=self._decodes(lengths, geometry, int(decodes.max())) if decodes.size else None,
         )
-
-    def _decode_query_len(self, query_lens: np.ndarray, geometry: Geometry) -> int:
-        g = geometry
-        if g.coded:
-            # Row tiles of codes have 16 rows, each of which reads the keys once more.
-            return MAX_DECODE_QUERY_LEN
-        config = prefill_config(g.head_size, g.group_size, g.page_size, ScoreConfig())
-        long = query_lens[query_lens > MAX_DECODE_QUERY_LEN]
-        row_tiles = -(-long // (64 * config.num_consumers // config.pack))
-        head_tiles = g.num_kv_heads * g.group_size // config.pack
-        return decode_query_len(int(row_tiles.sum()) * head_tiles, self._num_sms)
 
     def _prefills(
         self,
@@ -195,6 +184,7 @@ class Planner:
             # Per request, only the device knows; the balance is then that of causal requests.
             causal=isinstance(batch.causal, torch.Tensor) or batch.causal,
             window=g.window,
+            may_split=True,
         )
         plan = plan_row_tiles(tiles, lengths, config, self._device)
         return self._unpacked(plan, np.where(query_lens > 0, kv_lens, 0), g) if g.coded else plan
@@ -212,10 +202,8 @@ class Planner:
             page_table=_upload(table.ravel(), self._device).view(table.shape),
         )
 
-    def _decodes(
-        self, lengths: Any, geometry: Geometry, max_query_len: int, longest: int
-    ) -> DecodePlan:
-        """Share out requests of up to `max_query_len` queries, none of which has more than `longest`."""
+    def _decodes(self, lengths: Any, geometry: Geometry, longest: int) -> DecodePlan:
+        """Share out the requests that are decoded, none of which has more queries than `longest`."""
         from attnkit.backends.hopper.launch import States, share_decodes_call
 
         g = geometry
@@ -224,12 +212,10 @@ class Planner:
             g.head_size, g.group_size, g.page_size, ScoreConfig(), tile_rows, coded=g.coded
         )
         num_programs = decode_programs(config, self._num_sms)
-        # Room for every batch of the engine, so that no later one moves what a graph was captured with:
-        # short requests, and longer ones where they are few (a row tile of the prefill kernel, of which
-        # there are at most num_sms / 2, makes at most 4 here).
+        # Room for every batch of the engine, so that no later one moves what a graph was captured with.
         row_tiles = -(-MAX_DECODE_QUERY_LEN // (tile_rows // config.pack))
         num_reqs = max(lengths.seq_lens.shape[0], self._max_num_reqs)
-        num_records = num_programs + num_reqs * g.num_kv_heads * row_tiles + 2 * self._num_sms
+        num_records = num_programs + num_reqs * g.num_kv_heads * row_tiles
         plan = self._decode_plans.get((g, tile_rows))
         if plan is None or plan.pieces.shape[0] < num_records:
             plan = self._decode_plans[g, tile_rows] = DecodePlan(
@@ -244,7 +230,7 @@ class Planner:
             lengths,
             g.num_kv_heads,
             num_programs,
-            max_query_len,
+            MAX_DECODE_QUERY_LEN,
             config,
         ).launch()
         return plan

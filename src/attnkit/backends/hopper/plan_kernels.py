@@ -41,6 +41,9 @@ def num_tiles_of(position, num_tokens, num_keys, reach, window, BLOCK_N: tl.cons
         "requests_ptr",
         "tokens_ptr",
         "head_tiles_ptr",
+        "splits_ptr",
+        "num_splits_ptr",
+        "places_ptr",
         "query_start_loc_ptr",
         "seq_lens_ptr",
         "causal_ptr",
@@ -51,6 +54,9 @@ def fill_row_tiles_kernel(
     requests_ptr,
     tokens_ptr,
     head_tiles_ptr,
+    splits_ptr,
+    num_splits_ptr,
+    places_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
     causal_ptr,
@@ -61,7 +67,11 @@ def fill_row_tiles_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Records of 8 numbers as `prefill.read_row_tile` reads them. TOKENS: of a full row tile."""
+    """Records of 16 numbers as `prefill` and `merge` read them. TOKENS: of a full row tile.
+
+    Where `splits_ptr` is not None, a record is one split of a row tile: of the K/V tiles its share, whose
+    rows go to a place of their own. A split without any gets the tile past the last, which nobody sees.
+    """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = i < num_tiles
     request = tl.load(requests_ptr + i, mask=there, other=0)
@@ -74,7 +84,17 @@ def fill_row_tiles_kernel(
     position = num_keys - query_len + offset
     reach = reach_of(causal_ptr, causal, window, request)
     _, num_kv_tiles = num_tiles_of(position, num_tokens, num_keys, reach, window, BLOCK_N)
-    record = tiles_ptr + i * 8
+    record = tiles_ptr + i * 16
+    if splits_ptr is not None:
+        split = tl.load(splits_ptr + i, mask=there, other=0)
+        num_splits = tl.load(num_splits_ptr + i, mask=there, other=1)
+        begin = num_kv_tiles * split // num_splits
+        share = num_kv_tiles * (split + 1) // num_splits - begin
+        tl.store(record + 8, tl.where(share == 0, num_kv_tiles, begin), mask=there)
+        tl.store(record + 9, tl.load(places_ptr + i, mask=there, other=0), mask=there)
+        tl.store(record + 10, split, mask=there)
+        tl.store(record + 11, num_splits, mask=there)
+        num_kv_tiles = tl.maximum(share, 1)
     tl.store(record, request, mask=there)
     tl.store(record + 1, first + offset, mask=there)
     tl.store(record + 2, head_tile, mask=there)

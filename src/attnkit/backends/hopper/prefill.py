@@ -14,6 +14,8 @@ tile are `pack` heads of one KV head side by side, token by token.
 The accumulator is scaled only where a row's maximum has risen by much (`tile.online_softmax`): to scale
 it in every step took 64 of 446 instructions at head size 128.
 
+Where row tiles are fewer than programs, they come in splits (`split`), which `merge` puts together.
+
 Keys and values that have no pages (`ragged`) are copied from the request's first row on.
 
 Keys run backwards, so that the tiles cut by the diagonal or the end come first, those cut by the left
@@ -55,22 +57,41 @@ FIRST_TURN = gl.constexpr(8)
 """Named barrier of consumer 0; consumer i waits for its turn at FIRST_TURN + i."""
 
 
-# A row tile's record in `prefill_plan`: request, first token, head tile, number of tokens, position and
-# reach of the first token, keys of the request, and number of K/V tiles.
+# A row tile's record, of 16 numbers (`plan_kernels.fill_row_tiles_kernel`): request, first token, head
+# tile, number of tokens, position and reach of the first token, keys of the request, and number of K/V
+# tiles. Of a split also how many K/V tiles come before, its place, which split it is, and of how many.
 
 
 @gluon.jit
 def read_rows(tiles_ptr, i):
     """First token, head tile and number of tokens of row tile i."""
-    record = tiles_ptr + i * 8
+    record = tiles_ptr + i * 16
     return gl.load(record + 1), gl.load(record + 2), gl.load(record + 3)
 
 
 @gluon.jit
 def read_sight(tiles_ptr, i):
     """Position and reach of the first token, keys of the request and K/V tiles of row tile i."""
-    record = tiles_ptr + i * 8
+    record = tiles_ptr + i * 16
     return gl.load(record + 4), gl.load(record + 5), gl.load(record + 6), gl.load(record + 7)
+
+
+@gluon.jit
+def first_tile_of(tiles_ptr, i, first_key, CONFIG: gl.constexpr):
+    """First K/V tile of row tile i, or of its split."""
+    first_tile = first_key // CONFIG.block_n
+    if CONFIG.split:
+        first_tile += gl.load(tiles_ptr + i * 16 + 8)
+    return first_tile
+
+
+@gluon.jit
+def place_of_rows(tiles_ptr, i, token, head_tile, CONFIG: gl.constexpr):
+    """First token and head tile of the output; splits have places behind one another, of one tile each."""
+    if CONFIG.split:
+        token = gl.load(tiles_ptr + i * 16 + 9) * CONFIG.tokens
+        head_tile = token * 0
+    return token, head_tile
 
 
 @gluon.jit
@@ -129,14 +150,14 @@ def produce(
             token, head_tile, num_tokens = read_rows(tiles_ptr, first)
             copy_rows(q_desc, q_buffer, q_full, 0, token, head_tile, CONFIG)
     for i in range(first, end):
-        request = gl.load(tiles_ptr + i * 8)
+        request = gl.load(tiles_ptr + i * 16)
         token, head_tile, num_tokens = read_rows(tiles_ptr, i)
         position, reach, num_keys, num_tiles = read_sight(tiles_ptr, i)
         kv_head = head_tile * CONFIG.pack // CONFIG.group_size
         table = table_ptr + request.to(gl.int64) * table_stride
         end_key = gl.maximum(gl.minimum(position + reach + num_tokens, num_keys), 0)
         first_key = first_key_of(position, window, CONFIG)
-        first_tile = first_key // CONFIG.block_n
+        first_tile = first_tile_of(tiles_ptr, i, first_key, CONFIG)
         pages = boxes_of_tile(
             table, first_tile + num_tiles - 1, first_key, end_key, num_pages, CONFIG
         )
@@ -371,7 +392,7 @@ def consume(
     position, reach, num_keys, num_tiles = read_sight(tiles_ptr, first)
     for i in range(first, end):
         first_key = first_key_of(position, window, CONFIG)
-        first_tile = first_key // BLOCK_N
+        first_tile = first_tile_of(tiles_ptr, i, first_key, CONFIG)
         tile = first_tile + num_tiles - 1
         sight = (row_token, position, reach, num_keys, window)
         slopes = row_token.to(gl.float32)
@@ -475,6 +496,7 @@ def consume(
         if CONFIG.scaled:
             kv_head = head_tile * CONFIG.pack // CONFIG.group_size
             factor = factor * gl.load(v_scale_ptr + kv_head * scale_stride)
+        token, head_tile = place_of_rows(tiles_ptr, i, token, head_tile, CONFIG)
         store_rows(
             ME,
             CONFIG,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 from attnkit.backends.hopper.config import DecodeConfig, LatentConfig, PrefillConfig, ScoreConfig
 
@@ -29,28 +30,8 @@ MAX_CODED_GROUP_SIZE = 16
 """Codes become numbers in the registers of a warp, whose products have 16 rows."""
 
 MAX_DECODE_QUERY_LEN = 16
-"""Requests with at most this many queries are always decoded. A row tile of the prefill kernel has
-128 rows or more, so that with 16 queries it would be mostly empty for groups below 8."""
-
-LONG_DECODE_QUERY_LEN = 128
-"""Requests with up to this many are decoded too where row tiles are few (`decode_query_len`)."""
-
-
-def decode_query_len(num_row_tiles: int, num_sms: int) -> int:
-    """Queries up to which a request of this batch is decoded.
-
-    The decode kernel shares one context out among all multiprocessors, at the price of reading it once
-    per 64 rows. The prefill kernel gives a row tile to one multiprocessor, so with half of them idle it
-    is the slower one (predicted: 128 tokens on 32,768, 8 KV heads, group 4: 32 row tiles of 256 K/V
-    tiles at 1.8 us, 460 us; against 1 GB out of the L2 cache, 200 us).
-
-    Args:
-        num_row_tiles: that the prefill kernel would have for requests longer than
-            MAX_DECODE_QUERY_LEN.
-        num_sms: multiprocessors.
-    """
-    return LONG_DECODE_QUERY_LEN if 2 * num_row_tiles <= num_sms else MAX_DECODE_QUERY_LEN
-
+"""Requests with at most this many queries are decoded. A row tile of the prefill kernel has 128 rows or
+more, so that with 16 queries it would be mostly empty for groups below 8."""
 
 @functools.cache
 def prefill_config(
@@ -61,13 +42,17 @@ def prefill_config(
     *,
     scaled: bool = False,
     value_size: int | None = None,
+    split: bool = False,
 ) -> PrefillConfig:
     """Constants of the prefill kernel.
 
     Args:
         page_size: None: requests' keys lie one after the other.
         value_size: None: `head_size`.
+        split: the keys of row tiles are shared out; sinks then join in the end (`merge`).
     """
+    if split:
+        score = replace(score, sinks=False, lse=True)
     block_n, stages, num_consumers, turns = 128, 2, 2, False
     maxnreg, consumer_registers, producer_registers = 168, 240, 24
     if head_size == 256:
@@ -100,6 +85,7 @@ def prefill_config(
         # A ring of two was 2 to 5 % slower for head size 128 (benchmarks/hopper-notes.md).
         q_stages=1,
         turns=turns,
+        split=split,
     )
 
 
@@ -229,6 +215,9 @@ def min_decode_tiles(config: DecodeConfig) -> int:
 ROW_TILE_COST = 1.5
 """Cost of a row tile beyond its K/V tiles, in K/V tiles: start, epilogue and the ends of the pipeline.
 Fitted times of 2 to 3 us beside 1.78 us a K/V tile (head size 128)."""
+
+MERGE_COST = 3.0
+"""Cost of merging splits, likewise: a launch, and float32 rows out to memory and back."""
 
 L2_SECTION_BYTES = 16 << 20
 """Keys and values that are worked on together should stay in the L2 cache of 60 MB, whose halves each
