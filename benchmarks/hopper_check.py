@@ -229,13 +229,16 @@ def calls(b: Batch, t: Tensors, plan: Plan) -> list[KernelCall]:
     score = launch.score_config(variant, lse=True)
     g = b.geometry
     shape = (g.head_size, g.group_size, g.page_size, score)
-    found = []
+    found, merges = [], 0
     if plan.prefill is not None:
         found += prefill_calls(b, t, plan.prefill, tuning.prefill_config(*shape, scaled=b.coded))
+        # Decodes that start beside prompts follow them, before their splits are put together.
+        merges = len(found) - (plan.prefill.parts is not None)
     if plan.decode is not None:
         d = plan.decode
-        config = tuning.decode_config(*shape, d.tile_rows, coded=b.coded)
-        found.append(launch.decode_call(t.operands, variant, d.share, d.pieces, d.states, config))
+        config = tuning.decode_config(*shape, d.tile_rows, coded=b.coded, beside=d.beside)
+        work = (d.share, d.pieces, d.states, d.num_programs)
+        found.insert(merges, launch.decode_call(t.operands, variant, *work, config))
     return found
 
 
@@ -440,7 +443,20 @@ def check_cases() -> Iterator[tuple[str, Batch]]:
         yield f"codes D{size} one long", Batch(queries=(1,), keys=(32768,), **one)
         yield f"codes D{size} 16 queries", Batch(queries=(16,) * 9, keys=(3000,) * 9, **one)
     yield "decode window", Batch(queries=(1, 4, 16), keys=(9000, 20000, 300), window=4096)
-    yield "few long queries", Batch(queries=(128, 20), keys=(20000, 9000), num_heads=8)
+    few = Batch(queries=(128, 20), keys=(20000, 9000))
+    beside = Batch(queries=(512, *(1,) * 40), keys=(9000, *(3000,) * 40))
+    for size in (64, 128, 256):
+        b = replace(few, head_size=size)
+        yield f"splits D{size}", b
+        yield f"splits D{size} sinks and window", replace(b, sinks=True, window=1500)
+        yield f"splits D{size} cap and window", replace(b, cap=20.0, window=400, page_size=48)
+        yield f"splits D{size} alibi", replace(b, alibi=1, dtype=torch.float16)
+        yield f"splits D{size} not causal", replace(b, causal=False, page_size=256)
+        yield f"splits D{size} codes", replace(b, coded=True)
+        heads = {"num_heads": 32, "num_kv_heads": 8, "head_size": size}
+        yield f"beside D{size}", replace(beside, **heads)
+        yield f"beside D{size} splits", replace(beside, queries=(200, *(1,) * 40), **heads)
+        yield f"beside D{size} codes", replace(beside, coded=True, **heads)
     for size in (64, 128, 256):
         b = replace(ragged, head_size=size, num_kv_heads=8, page_size=128, layout="split")
         yield f"page 128 MHA D{size}", b
@@ -677,9 +693,7 @@ def time_prefill(clock: Clock, rivals: dict[str, Any]) -> None:
                 contenders = {k: v for k, v in contenders.items() if "paged" in k}
             reference = contenders["FA3 paged"]() if "FA3 paged" in contenders else None
             score = launch.score_config(b.variant, lse=True)
-            config = tuning.prefill_config(
-                b.head_size, b.num_heads // b.num_kv_heads, page, score
-            )
+            config = tuning.prefill_config(b.head_size, b.num_heads // b.num_kv_heads, page, score)
             choices = (
                 {"hopper": config, **prefill_variants(config)} if page == 16 else {"hopper": config}
             )
@@ -792,11 +806,7 @@ def time_decode(clock: Clock, rivals: dict[str, Any]) -> None:
     _decode_case(clock, rivals, "mixed 2048@8k + 63x4k", b, reads=False)
     for q in (17, 64, 128):
         b = replace(base, queries=(q,), keys=(32768,))
-        _decode_case(clock, rivals, f"chunk {q}@32k as decode", b, reads=False)
-        usual = tuning.LONG_DECODE_QUERY_LEN
-        tuning.LONG_DECODE_QUERY_LEN = tuning.MAX_DECODE_QUERY_LEN
-        _decode_case(clock, {}, f"chunk {q}@32k as prefill", b, reads=False)
-        tuning.LONG_DECODE_QUERY_LEN = usual
+        _decode_case(clock, rivals, f"chunk {q}@32k", b, reads=False)
 
 
 def _decode_case(

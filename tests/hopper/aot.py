@@ -244,6 +244,7 @@ def variants(everything: bool) -> Iterator[tuple[str, str, Any, str]]:
         "prefill split": functools.partial(prefill_config, split=True),
         "decode": functools.partial(decode_config, tile_rows=64),
         "decode16": functools.partial(decode_config, tile_rows=16),
+        "decode16 beside": functools.partial(decode_config, tile_rows=16, beside=True),
         "decode of codes": functools.partial(decode_config, tile_rows=16, coded=True),
     }
     plain = ScoreConfig()
@@ -259,10 +260,15 @@ def variants(everything: bool) -> Iterator[tuple[str, str, Any, str]]:
             "alibi-sqrt": ScoreConfig(linear=False, alibi=2),
         }
     for kernel, make in makers.items():
-        few = kernel in ("prefill scaled", "prefill split", "decode of codes")
+        few = kernel in ("prefill scaled", "prefill split", "decode16 beside", "decode of codes")
         for head_size in HEAD_SIZES:
             shapes = [("plain", plain, 4, 16, "bf16")]
-            if kernel.startswith("prefill ") and head_size != 128 and not everything:
+            if (
+                " " in kernel
+                and kernel != "decode of codes"
+                and head_size != 128
+                and not everything
+            ):
                 continue
             if everything or (head_size == 128 and not few):
                 shapes += [(name, score, 4, 16, "fp16") for name, score in scores.items()]
@@ -300,7 +306,7 @@ def reports(everything: bool) -> Iterator[dict[str, Any]]:
 
     kernels = {"prefill": prefill_kernel, "decode": decode_kernel, "decode16": decode_kernel}
     kernels |= {"prefill scaled": prefill_kernel, "prefill split": prefill_kernel}
-    kernels |= {"decode of codes": decode_kernel}
+    kernels |= {"decode of codes": decode_kernel, "decode16 beside": decode_kernel}
     kernels |= {"latent decode": latent_decode_kernel}
     kernels |= {"narrow latent decode": latent_narrow_kernel}
     for name, kernel, config, dtype in variants(everything):

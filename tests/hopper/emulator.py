@@ -683,7 +683,7 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(**arguments: Any) -> None:
-            for option in ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion"):
+            for option in ("num_warps", "maxnreg", "enable_fp_fusion", "launch_pdl"):
                 arguments.pop(option, None)
             converted = {name: _argument(x) for name, x in arguments.items()}
             order = [(i,) for i in range(grid[0])]
@@ -724,6 +724,8 @@ def _api() -> types.ModuleType:
         named_barrier_arrive=lambda x, i, n: _named_barrier(x, i, n, False),
         named_barrier_sync=lambda x, i, n: _named_barrier(x, i, n, True),
         opaque=lambda x: x,
+        let_next_start=lambda x: None,
+        wait_for_kernel_before=lambda x: None,
         reciprocal=lambda x: 1.0 / x,
         reinterpret=reinterpret,
         rounded_to_bfloat16=lambda x: x.to("bf16"),

@@ -105,7 +105,7 @@ def test_records_of_row_tiles_follow_the_device_not_the_host() -> None:
 
 
 def test_splits_of_a_row_tile_have_each_of_its_tiles_once() -> None:
-    """As many splits as make all programs busy alike, from bounds; the tiles are what the device knows."""
+    """As many splits as keep all programs busy, from bounds; the tiles are what the device knows."""
     config = prefill_config(128, 4, 16, ScoreConfig(), split=True)
     queries, bounds, keys = [0, 20, 33], [0, 9000, 4000], [0, 8000, 33]
     tiles = share_row_tiles(
@@ -133,9 +133,12 @@ def test_splits_of_a_row_tile_have_each_of_its_tiles_once() -> None:
         else:
             assert (before, num_tiles) == (end, 1)
         counts.setdefault(row_tile, []).append(num_splits)
-        assert place - split == tiles.splits[2][
-            [r == row_tile for r in zip(*records[:, :3].T.tolist(), strict=True)]
-        ].min()
+        assert (
+            place - split
+            == tiles.splits[2][
+                [r == row_tile for r in zip(*records[:, :3].T.tolist(), strict=True)]
+            ].min()
+        )
     for (request, first, _), of in counts.items():
         assert of == [len(of)] * len(of)
         position = keys[request] - queries[request] + first - sum(queries[:request])

@@ -70,6 +70,10 @@ H200: Groups = {
         decode(8, context, _gqa(16))
         for context in (256, 512, 1000, 1024, 2000, 2048, 4096, 8192, 16384, 32768)
     ),
+    "chunk": tuple(
+        prefill(1, new, _gqa(16), context=32_768 - new)
+        for new in (16, 17, 32, 64, 128, 256, 512, 1024)
+    ),
     "verify": tuple(verify(64, query, 4096, _gqa(16)) for query in (1, 2, 4, 8)),
     "mixed": (mixed(2048, 8192, 63, 4096, _gqa(16)),),
     "write": (

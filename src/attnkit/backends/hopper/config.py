@@ -117,10 +117,12 @@ class DecodeConfig(KernelConfig):
         tile_rows: of a row tile: 64 for products of a warpgroup (wgmma), 16 for products of a warp.
         q_in_registers: Q is read out of shared memory at once, so that the next piece's can follow after
             the first product.
+        beside: it starts while the prefill kernel before it runs, and ends after it.
     """
 
     tile_rows: int
     q_in_registers: bool
+    beside: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from attnkit.backends.hopper.gluon_api import (
     mma_v2,
     reinterpret,
     tma_load,
+    wait_for_kernel_before,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -465,3 +466,6 @@ def decode_kernel(
         [1, 1],
         [REGISTERS, REGISTERS],
     )
+    if CONFIG.beside:
+        # What follows both need only wait for this one.
+        wait_for_kernel_before(num_pages)

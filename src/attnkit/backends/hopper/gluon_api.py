@@ -32,6 +32,7 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "gluon",
+    "let_next_start",
     "mbarrier",
     "mma_v2",
     "named_barrier_arrive",
@@ -43,6 +44,7 @@ __all__ = [
     "square_root",
     "tma_load",
     "triton",
+    "wait_for_kernel_before",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
@@ -82,6 +84,36 @@ def named_barrier_arrive(x, ID: gl.constexpr, THREADS: gl.constexpr):
     """Count this partition's threads at barrier ID without waiting. `x` is any int32 scalar."""
     ASM: gl.constexpr = _barrier_asm("arrive", ID, THREADS)  # pyright: ignore[reportAssignmentType]
     gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+# Programmatic dependent launch (option `launch_pdl` of the later kernel).
+
+
+@gluon.jit
+def let_next_start(x):
+    """The next kernel, if it was launched so, starts once all programs of this one have come here. `x`
+    is any int32 scalar."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
+        "=r,r",
+        [x],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def wait_for_kernel_before(x):
+    """The kernel before this one is over, and its writes are seen. `x` is any int32 scalar."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, $1;",
+        "=r,r",
+        [x],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit

@@ -1,15 +1,17 @@
 """HopperImpl: run one layer: write K and V, prefill, decode.
 
-In: the layer's static facts once; then per step its tensors, its cache and the plan. Out: launches: for
-attention one for prompts, one for decodes, and one where prompts came in splits. Tensor maps of the cache are kept from step to step.
+In: the layer's static facts once; then per step its tensors, its cache and the plan. Out: launches, for
+attention one of prompts, one of decodes, and one more where prompts come in splits. Tensor maps of the
+cache are kept from step to step.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -99,6 +101,8 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         table = attn_metadata.block_table
         operands = functools.partial(self._operands, layer, query, kv_cache, output, lse, table)
         kind = (_kind(query, output), table.dtype, lse is None)
+        # Decodes start while prompts are on their way, so it comes last.
+        merge: Callable[[], None] | None = None
         if plan.prefill is not None:
             p = plan.prefill
             is_split = p.parts is not None
@@ -106,16 +110,20 @@ class HopperImpl(DenseImpl[HopperMetadata]):
             rows, row_lse = (p.parts.output, p.parts.lse) if is_split else (output, lse)
 
             def prefill() -> KernelCall:
-                read = self._unpacked(operands(), p, attn_metadata) if self._is_coded else operands()
+                read = (
+                    self._unpacked(operands(), p, attn_metadata) if self._is_coded else operands()
+                )
                 read = replace(read, output=rows, lse=row_lse)
                 return prefill_call(
                     read, self.variant, p.starts, p.num_programs, p.records, prompts
                 )
 
             if self._is_coded:
+                # Its pages are those of this step.
                 prefill().launch()
             else:
-                self._repeats.launch(
+                self._launch(
+                    layer,
                     ("prefill", is_split, *kind),
                     kv_cache,
                     (p.num_programs,),
@@ -123,29 +131,30 @@ class HopperImpl(DenseImpl[HopperMetadata]):
                     prefill,
                 )
             if is_split:
-                self._repeats.launch(
+                sinks = self.variant.sinks
+                merge = functools.partial(
+                    self._launch,
+                    layer,
                     ("merge", *kind),
                     kv_cache,
                     (p.records.shape[0], 8),
                     merge_changes(p.parts, p.records, output, lse),
-                    lambda: merge_call(
-                        p.parts, p.records, output, lse, self.variant.sinks, prompts
-                    ),
+                    lambda: merge_call(p.parts, p.records, output, lse, sinks, prompts),
                 )
         if plan.decode is not None:
             d = plan.decode
-            decodes = decode_config(*shape, d.tile_rows, coded=self._is_coded)
-            parts = (d.share, d.pieces, d.states)
-            if self._is_coded:
-                decode_call(operands(), self.variant, *parts, decodes).launch()
-            else:
-                self._repeats.launch(
-                    ("decode", d.tile_rows, *kind),
-                    kv_cache,
-                    d.states.grid,
-                    decode_changes(query, output, lse, table, *parts),
-                    lambda: decode_call(operands(), self.variant, *parts, decodes),
-                )
+            decodes = decode_config(*shape, d.tile_rows, coded=self._is_coded, beside=d.beside)
+            work = (d.share, d.pieces, d.states)
+            self._launch(
+                layer,
+                ("decode", d.tile_rows, d.beside, *kind),
+                kv_cache,
+                (d.num_programs,),
+                decode_changes(query, output, lse, table, *work),
+                lambda: decode_call(operands(), self.variant, *work, d.num_programs, decodes),
+            )
+        if merge is not None:
+            merge()
         return output if lse is None else (output, lse)
 
     def do_kv_cache_update(
@@ -158,19 +167,33 @@ class HopperImpl(DenseImpl[HopperMetadata]):
     ) -> None:
         from attnkit.backends.hopper.cache_launch import write_call, write_changes, write_grid
 
-        def call() -> KernelCall:
-            return write_call(key, value, self._stored(layer, kv_cache), slot_mapping)
-
-        if self._is_coded:
-            call().launch()
-            return
-        self._repeats.launch(
+        self._launch(
+            layer,
             ("write", _kind(key, value), slot_mapping.dtype),
             kv_cache,
             write_grid(key, slot_mapping),
             write_changes(key, value, slot_mapping),
-            call,
+            lambda: write_call(key, value, self._stored(layer, kv_cache), slot_mapping),
         )
+
+    def _launch(
+        self,
+        layer: AttentionLayer,
+        key: tuple[object, ...],
+        kv_cache: torch.Tensor,
+        grid: tuple[int, ...],
+        changing: dict[str, Any],
+        make: Callable[[], KernelCall],
+    ) -> None:
+        """A launch as `Repeats` has it, of a kernel that may read the layer's scales."""
+        if self._is_coded:
+            k_scale, v_scale = layer._k_scale, layer._v_scale
+            if k_scale.numel() != v_scale.numel() or k_scale.dtype != torch.float32:
+                # Such scales are copied, so what they are by the next step would not be seen.
+                make().launch()
+                return
+            key = (*key, k_scale.data_ptr(), v_scale.data_ptr(), k_scale.shape)
+        self._repeats.launch(key, kv_cache, grid, changing, make)
 
     def _operands(
         self,

@@ -329,11 +329,6 @@ class States:
     sums: torch.Tensor
     counters: torch.Tensor
 
-    @property
-    def grid(self) -> tuple[int]:
-        """Programs of the decode kernel."""
-        return (self.counters.shape[1] // 2,)
-
     @classmethod
     def make(cls, num_programs: int, config: DecodeConfig, device: torch.device | str) -> States:
         """Allocate them; four levels of eight hold the states of 4,096 programs."""
@@ -351,6 +346,7 @@ def decode_call(
     share: torch.Tensor,
     pieces: torch.Tensor,
     states: States,
+    num_programs: int,
     config: DecodeConfig,
 ) -> KernelCall:
     """The decode kernel over the pieces of a plan.
@@ -360,20 +356,21 @@ def decode_call(
         variant: score and mask, its tensors on the operands' device.
         share: int32 (16 + 16 * num_programs,).
         pieces: int32 (num_programs + units, 16).
-        states: of as many programs; not to be used by two launches at once.
+        states: of as many programs or more; not to be used by two launches at once.
+        num_programs: among which the pieces were shared out.
         config: made for the layer, the pages and `variant`.
     """
     o = operands
     return KernelCall(
         kernel=decode_kernel,
-        grid=states.grid,
+        grid=(num_programs,),
         arguments={
             **_common(o, variant),
             **decode_changes(o.query, o.output, o.lse, o.block_table, share, pieces, states),
             **_descriptors(o, config, config.group_size, config.tile_rows),
             "CONFIG": config,
         },
-        options=options_of(config),
+        options=options_of(config) | ({"launch_pdl": True} if config.beside else {}),
         device=operands.query.device,
     )
 

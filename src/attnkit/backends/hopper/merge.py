@@ -11,9 +11,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(
-    do_not_specialize=["lse_stride_token"], do_not_specialize_on_alignment=["records_ptr"]
-)
+@triton.jit(do_not_specialize=["lse_stride_token"], do_not_specialize_on_alignment=["records_ptr"])
 def merge_kernel(
     records_ptr,
     parts_ptr,

@@ -20,10 +20,12 @@ from attnkit.backends.hopper.config import PrefillConfig, ScoreConfig
 from attnkit.backends.hopper.prefill_plan import RowTiles, share_row_tiles
 from attnkit.backends.hopper.tuning import (
     MAX_DECODE_QUERY_LEN,
+    ROW_TILE_COST,
     decode_config,
     decode_programs,
     decode_rows,
     prefill_config,
+    sms_for_decodes,
 )
 from attnkit.contract import (
     AttentionCGSupport,
@@ -75,12 +77,18 @@ class PrefillPlan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodePlan:
-    """Arguments of `launch.decode_call`, for row tiles of `tile_rows`; `states` is a `launch.States`."""
+    """Arguments of `launch.decode_call`, for row tiles of `tile_rows`; `states` is a `launch.States`.
+
+    Attributes:
+        beside: the prefill kernel before leaves multiprocessors for these decodes.
+    """
 
     tile_rows: int
+    num_programs: int
     share: torch.Tensor
     pieces: torch.Tensor
     states: Any
+    beside: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,9 +127,7 @@ def plan_row_tiles(
     work = _upload(np.concatenate(arrays), device)
     records = torch.empty(tiles.num_tiles, 16, dtype=torch.int32, device=device)
     row_tiles_call(work, tiles.num_tiles, len(tiles.starts), records, lengths, config).launch()
-    return PrefillPlan(
-        starts=work, num_programs=tiles.num_programs, records=records, parts=parts
-    )
+    return PrefillPlan(starts=work, num_programs=tiles.num_programs, records=records, parts=parts)
 
 
 class Planner:
@@ -156,33 +162,54 @@ class Planner:
         query_lens = np.diff(batch.query_start_loc_cpu.numpy()).astype(np.int64)
         is_prefill = query_lens > MAX_DECODE_QUERY_LEN
         decodes = query_lens[(query_lens > 0) & ~is_prefill]
-        return Plan(
-            prefill=self._prefills(batch, lengths, np.where(is_prefill, query_lens, 0), geometry),
-            decode=self._decodes(lengths, geometry, int(decodes.max())) if decodes.size else None,
+        kv_lens = np.full(len(query_lens), batch.max_seq_len, dtype=np.int64)
+        if batch.seq_lens_cpu_upper_bound is not None:
+            kv_lens = batch.seq_lens_cpu_upper_bound.numpy().astype(np.int64)
+        prompts = np.where(is_prefill, query_lens, 0)
+        sms = self._decode_sms(query_lens, kv_lens, geometry) if decodes.size else 0
+        # Per request, only the device knows; the balance is then that of causal requests.
+        causal = isinstance(batch.causal, torch.Tensor) or batch.causal
+        prefill = self._prefills(lengths, prompts, kv_lens, geometry, causal, self._num_sms - sms)
+        decode = None
+        if decodes.size:
+            free = self._num_sms - prefill.num_programs if sms else 0
+            decode = self._decodes(lengths, geometry, int(decodes.max()), free)
+        return Plan(prefill=prefill, decode=decode)
+
+    def _decode_sms(self, query_lens: np.ndarray, kv_lens: np.ndarray, geometry: Geometry) -> int:
+        """Multiprocessors for the decodes of a batch that has prompts too; 0: all, after them."""
+        g = geometry
+        config = prefill_config(g.head_size, g.group_size, g.page_size, ScoreConfig())
+        seen = kv_lens if g.window is None else np.minimum(kv_lens, g.window + query_lens)
+        is_prefill = query_lens > MAX_DECODE_QUERY_LEN
+        row_tiles = query_lens * (g.num_kv_heads * g.group_size) / (64 * config.num_consumers)
+        tiles = (seen - query_lens / 2) / config.block_n + ROW_TILE_COST
+        key_bytes = 2 * g.head_size * g.num_kv_heads * (1 if g.coded else 2)
+        return sms_for_decodes(
+            float((row_tiles * tiles)[is_prefill].sum()),
+            float(seen[~is_prefill & (query_lens > 0)].sum()) * key_bytes,
+            g.head_size,
+            self._num_sms,
         )
 
     def _prefills(
         self,
-        batch: CommonAttentionMetadata,
         lengths: Any,
         query_lens: np.ndarray,
+        kv_lens: np.ndarray,
         geometry: Geometry,
+        causal: bool,
+        num_sms: int,
     ) -> PrefillPlan:
         g = geometry
         config = prefill_config(g.head_size, g.group_size, g.page_size, ScoreConfig())
-        bound = batch.seq_lens_cpu_upper_bound
-        if bound is None:
-            kv_lens = np.full(len(query_lens), batch.max_seq_len, dtype=np.int64)
-        else:
-            kv_lens = bound.numpy().astype(np.int64)
         tiles = share_row_tiles(
             query_lens,
             kv_lens,
             g.num_kv_heads,
-            self._num_sms,
+            num_sms,
             config,
-            # Per request, only the device knows; the balance is then that of causal requests.
-            causal=isinstance(batch.causal, torch.Tensor) or batch.causal,
+            causal=causal,
             window=g.window,
             may_split=True,
         )
@@ -202,8 +229,13 @@ class Planner:
             page_table=_upload(table.ravel(), self._device).view(table.shape),
         )
 
-    def _decodes(self, lengths: Any, geometry: Geometry, longest: int) -> DecodePlan:
-        """Share out the requests that are decoded, none of which has more queries than `longest`."""
+    def _decodes(
+        self, lengths: Any, geometry: Geometry, longest: int, free_sms: int = 0
+    ) -> DecodePlan:
+        """Share out the requests that are decoded, none of which has more queries than `longest`.
+
+        free_sms: multiprocessors that the prefill kernel leaves for them; 0: they come alone.
+        """
         from attnkit.backends.hopper.launch import States, share_decodes_call
 
         g = geometry
@@ -220,10 +252,14 @@ class Planner:
         if plan is None or plan.pieces.shape[0] < num_records:
             plan = self._decode_plans[g, tile_rows] = DecodePlan(
                 tile_rows=tile_rows,
+                num_programs=num_programs,
                 share=torch.zeros(16 + 16 * num_programs, dtype=torch.int32, device=self._device),
                 pieces=torch.zeros(num_records, 16, dtype=torch.int32, device=self._device),
                 states=States.make(num_programs, config, self._device),
             )
+        if free_sms:
+            num_programs = decode_programs(config, free_sms)
+            plan = replace(plan, num_programs=num_programs, beside=True)
         share_decodes_call(
             plan.share,
             plan.pieces,

@@ -69,8 +69,9 @@ def fill_row_tiles_kernel(
 ):
     """Records of 16 numbers as `prefill` and `merge` read them. TOKENS: of a full row tile.
 
-    Where `splits_ptr` is not None, a record is one split of a row tile: of the K/V tiles its share, whose
-    rows go to a place of their own. A split without any gets the tile past the last, which nobody sees.
+    Where `splits_ptr` is not None, a record is one split of a row tile: a share of the K/V tiles, whose
+    rows go to a place of their own. A split without any gets the tile past the last, which nobody
+    sees.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = i < num_tiles

@@ -31,6 +31,7 @@ from attnkit.backends.hopper.gluon_api import (
     fence_async_shared,
     gl,
     gluon,
+    let_next_start,
     mbarrier,
     named_barrier_arrive,
     named_barrier_sync,
@@ -87,7 +88,7 @@ def first_tile_of(tiles_ptr, i, first_key, CONFIG: gl.constexpr):
 
 @gluon.jit
 def place_of_rows(tiles_ptr, i, token, head_tile, CONFIG: gl.constexpr):
-    """First token and head tile of the output; splits have places behind one another, of one tile each."""
+    """First token and head tile of the output. Splits have places of a row tile, one after the other."""
     if CONFIG.split:
         token = gl.load(tiles_ptr + i * 16 + 9) * CONFIG.tokens
         head_tile = token * 0
@@ -589,6 +590,8 @@ def prefill_kernel(
         mbarrier.init(empty.index(s), count=CONSUMERS)
     fence_async_shared()
     barrier()
+    # Decodes may take the multiprocessors that have no program of this kernel.
+    let_next_start(num_pages)
 
     rings = (q_full, k_full, v_full, empty)
     consumer = (q_tiles, k_tiles, v_tiles, v_rows) + rings

@@ -16,6 +16,7 @@ the least loaded: the rule of a heap, taken a round at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -112,7 +113,7 @@ def share_row_tiles(
     section = section[request[tile], head_tile // heads_of_kv]
     num_kv_tiles = num_kv_tiles[tile]
 
-    def share(costs: npt.NDArray[np.float64], sections: npt.NDArray[np.int64]) -> _Shares:
+    def share(costs: npt.NDArray[Any], sections: npt.NDArray[np.int64]) -> _Shares:
         # Longest first inside a section. Costs are far below 2 ** 30.
         order = np.argsort((sections << 30) - costs.astype(np.int64), kind="stable")
         program = _share_out(costs[order], sections[order], min(num_sms, len(order)))
@@ -145,11 +146,11 @@ def share_row_tiles(
 
 @dataclass(frozen=True, eq=False)
 class _Shares:
-    """Which program each tile goes to: `program` of the tiles as `order` has them, `costs` as they came."""
+    """Which program each tile goes to: `program`, of the tiles as `order` has them."""
 
     order: npt.NDArray[np.int64]
     program: npt.NDArray[np.int16]
-    costs: npt.NDArray[np.float64]
+    costs: npt.NDArray[Any]
 
     @property
     def longest(self) -> float:
@@ -188,7 +189,7 @@ def _best_splits(
 
 
 def _share_out(
-    costs: npt.NDArray[np.float64], sections: npt.NDArray[np.int64], num_programs: int
+    costs: npt.NDArray[Any], sections: npt.NDArray[np.int64], num_programs: int
 ) -> npt.NDArray[np.int16]:
     """Program of each tile. Tiles are in sections, longest first."""
     program = np.empty(len(costs), dtype=np.int16)

@@ -33,6 +33,7 @@ MAX_DECODE_QUERY_LEN = 16
 """Requests with at most this many queries are decoded. A row tile of the prefill kernel has 128 rows or
 more, so that with 16 queries it would be mostly empty for groups below 8."""
 
+
 @functools.cache
 def prefill_config(
     head_size: int,
@@ -108,6 +109,7 @@ def decode_config(
     tile_rows: int,
     *,
     coded: bool = False,
+    beside: bool = False,
 ) -> DecodeConfig:
     """Constants of the decode kernel.
 
@@ -138,12 +140,47 @@ def decode_config(
         tile_rows=tile_rows,
         # Products of a warp read nothing else.
         q_in_registers=not alone or tile_rows == 16,
+        beside=beside,
     )
 
 
 def decode_programs(config: DecodeConfig, num_sms: int) -> int:
     """Programs of the decode kernel: all that run at once."""
     return num_sms if config.head_size == 256 else 2 * num_sms
+
+
+PREFILL_TILE_US = {64: 0.9, 128: 1.7, 256: 1.6}
+"""What a K/V tile takes a multiprocessor in the prefill kernel, by head size: 460, 650 and 700 TFLOP/s
+on 132 of them."""
+
+DECODE_BYTES_PER_US = 80e3
+"""What a multiprocessor reads in the decode kernel when few of them do; all together at most
+MEMORY_BYTES_PER_US."""
+
+MEMORY_BYTES_PER_US = 4.3e6
+
+
+def sms_for_decodes(row_work: float, decode_bytes: float, head_size: int, num_sms: int) -> int:
+    """Multiprocessors that decode while the others prefill; 0: one kernel after the other.
+
+    Prompts wait for products and decodes for memory, so that side by side they take less than one after
+    the other: as long as the slower of both, each on its multiprocessors.
+
+    Args:
+        row_work: K/V tiles of all row tiles.
+        decode_bytes: of the keys and values that decodes read.
+        head_size: of both.
+        num_sms: multiprocessors.
+    """
+    prompts = row_work * PREFILL_TILE_US[head_size]
+    memory = decode_bytes / MEMORY_BYTES_PER_US
+
+    def time(sms: int) -> float:
+        decodes = max(decode_bytes / (sms * DECODE_BYTES_PER_US), memory)
+        return max(prompts / (num_sms - sms), decodes)
+
+    best = min(range(1, num_sms), key=time, default=0)
+    return best if best and time(best) < 0.95 * (prompts / num_sms + memory) else 0
 
 
 LATENT_SIZES = ((512, 64),)
