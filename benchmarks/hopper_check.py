@@ -237,7 +237,7 @@ def calls(b: Batch, t: Tensors, plan: Plan) -> list[KernelCall]:
     if plan.decode is not None:
         d = plan.decode
         config = tuning.decode_config(*shape, d.tile_rows, coded=b.coded, beside=d.beside)
-        work = (d.share, d.pieces, d.states, d.num_programs)
+        work = (d.share, d.pieces, d.states)
         found.insert(merges, launch.decode_call(t.operands, variant, *work, config))
     return found
 

@@ -11,7 +11,7 @@ import torch
 from attnkit.backends.hopper.config import ScoreConfig
 from attnkit.backends.hopper.launch import Lengths, row_tiles_call, share_decodes_call
 from attnkit.backends.hopper.plan import HopperMetadataBuilder
-from attnkit.backends.hopper.prefill_plan import RowTiles, share_row_tiles
+from attnkit.backends.hopper.prefill_plan import RowTiles, RowWork, programs_beside
 from attnkit.backends.hopper.tuning import (
     MAX_DECODE_QUERY_LEN,
     decode_config,
@@ -34,15 +34,15 @@ KEYS = [5, 700, 9000, 128, 300, 4000, 3001]
 def _row_tiles(
     group: int, num_sms: int, window: int | None = None, causal: bool = True
 ) -> RowTiles:
-    return share_row_tiles(
+    work = RowWork.cut(
         np.array([q if q > MAX_DECODE_QUERY_LEN else 0 for q in QUERIES]),
         np.array(KEYS),
         2,
-        num_sms,
         prefill_config(128, group, 16, ScoreConfig()),
         causal=causal,
         window=window,
     )
+    return work.share(num_sms, may_split=False)
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 12, 64])
@@ -80,10 +80,9 @@ def test_programs_get_even_work(window: int | None) -> None:
 def test_records_of_row_tiles_follow_the_device_not_the_host() -> None:
     """Lengths on the host were bounds; the records hold what the device knows."""
     config = prefill_config(128, 4, 16, ScoreConfig())
-    tiles = share_row_tiles(
-        np.array([0, 100]), np.array([0, 260]), 2, 4, config, causal=True, window=None
-    )
-    work = torch.from_numpy(
+    work = RowWork.cut(np.array([0, 100]), np.array([0, 260]), 2, config, causal=True, window=None)
+    tiles = work.share(4, may_split=False)
+    arrays = torch.from_numpy(
         np.concatenate([tiles.starts, tiles.requests, tiles.tokens, tiles.head_tiles])
     )
     records = torch.full((tiles.num_tiles, 16), -7, dtype=torch.int32)
@@ -93,7 +92,7 @@ def test_records_of_row_tiles_follow_the_device_not_the_host() -> None:
         causal=torch.tensor([True, False]),
         window=None,
     )
-    row_tiles_call(work, tiles.num_tiles, len(tiles.starts), records, lengths, config).launch()
+    row_tiles_call(arrays, tiles.num_tiles, len(tiles.starts), records, lengths, config).launch()
     for record, token, head in zip(records.tolist(), tiles.tokens, tiles.head_tiles, strict=True):
         request, first, head_tile, num_tokens, position, reach, num_keys, num_tiles = record[:8]
         assert (request, first, head_tile) == (1, 3 + token, head)
@@ -108,9 +107,8 @@ def test_splits_of_a_row_tile_have_each_of_its_tiles_once() -> None:
     """As many splits as keep all programs busy, from bounds; the tiles are what the device knows."""
     config = prefill_config(128, 4, 16, ScoreConfig(), split=True)
     queries, bounds, keys = [0, 20, 33], [0, 9000, 4000], [0, 8000, 33]
-    tiles = share_row_tiles(
-        np.array(queries), np.array(bounds), 2, 12, config, causal=True, window=None, may_split=True
-    )
+    cut = RowWork.cut(np.array(queries), np.array(bounds), 2, config, causal=True, window=None)
+    tiles = cut.share(12, may_split=True)
     assert tiles.splits is not None
     assert tiles.num_programs == 12
     assert np.diff(tiles.starts).max() <= 4
@@ -147,14 +145,25 @@ def test_splits_of_a_row_tile_have_each_of_its_tiles_once() -> None:
     assert len(counts) == 2 * (1 + 2)
 
 
-@pytest.mark.parametrize("num_queries", [17, 64, 128, 256, 300, 600])
+@pytest.mark.parametrize("num_queries", [17, 64, 128, 256, 300, 544, 600, 1100])
 def test_few_row_tiles_keep_all_programs_busy(num_queries: int) -> None:
     config = prefill_config(128, 4, 16, ScoreConfig())
-    args = (np.array([num_queries]), np.array([32_768]), 8, 132, config)
-    tiles = share_row_tiles(*args, causal=True, window=None, may_split=True)
+    work = RowWork.cut(
+        np.array([num_queries]), np.array([32_768]), 8, config, causal=True, window=None
+    )
+    tiles = work.share(132, may_split=True)
     num_splits = np.ones(tiles.num_tiles) if tiles.splits is None else tiles.splits[1]
     load = np.add.reduceat(256 / num_splits, tiles.starts[:-1])
-    assert load.max() < 1.25 * load.sum() / 132
+    assert load.max() < 1.15 * load.sum() / 132
+
+
+def test_prompts_leave_programs_to_decodes_where_both_then_take_less() -> None:
+    """2,048 queries at 8,192 have 512 row tiles: 103 programs have five each, 102 would have six."""
+    config = prefill_config(128, 4, 16, ScoreConfig())
+    work = RowWork.cut(np.array([2048]), np.array([10_240]), 8, config, causal=True, window=None)
+    key_bytes = 2 * 2 * 128 * 8
+    assert programs_beside(work, 63.0 * 4096 * key_bytes, 128, 132) == 103
+    assert programs_beside(work, 10.0 * key_bytes, 128, 132) == 132
 
 
 DECODES, CONTEXTS = [1, 0, 16, 300, 3, 1], [4000, 0, 900, 5000, 0, 70]
@@ -170,14 +179,17 @@ def _lengths(queries: list[int], keys: list[int], window: int | None = None) -> 
 
 
 def _walk(
-    share: torch.Tensor, pieces: torch.Tensor, num_programs: int, groups: int = 1
+    share: torch.Tensor, pieces: torch.Tensor, num_programs: int, groups: int = 1, levels: int = 1
 ) -> Iterator[tuple[int, list[int]]]:
     """Program and record of each piece, as the kernels read them."""
-    size, total = share[:2].tolist()
+    total = int(share[1])
+    at_once = num_programs // groups // levels
+    sizes, begins = share[4 : 4 + levels].tolist(), share[8 : 8 + levels].tolist()
     firsts = share[16:].view(num_programs, 16)
     for program in range(num_programs):
-        at = program % (num_programs // groups) * size
-        end = min(at + size, total)
+        level, place = divmod(program % (num_programs // groups), at_once)
+        at = begins[level] + place * sizes[level]
+        end = min(at + sizes[level], total)
         record = firsts[program].tolist()
         is_first = True
         while at < end:
@@ -192,13 +204,14 @@ def _walk(
             record, is_first = pieces[program + unit + 1].tolist(), False
 
 
-@pytest.mark.parametrize("num_programs", [1, 6, 264])
+@pytest.mark.parametrize("num_programs", [3, 6, 66, 264])
 @pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("tile_rows", [16, 64])
 def test_pieces_of_decodes_are_each_tile_once_and_even(
-    num_programs: int, window: int | None
+    num_programs: int, window: int | None, tile_rows: int
 ) -> None:
-    config = decode_config(64, 8, 16, ScoreConfig(), 64)
-    queries, keys, num_kv_heads, tokens = DECODES, CONTEXTS, 2, 8
+    config = decode_config(64, 8, 16, ScoreConfig(), tile_rows)
+    queries, keys, num_kv_heads, tokens = DECODES, CONTEXTS, 2, tile_rows // 8
     lengths = _lengths(queries, keys, window)
     share = torch.full((16 + 16 * num_programs,), -1, dtype=torch.int32)
     pieces = torch.full((num_programs + 100, 16), -1, dtype=torch.int32)
@@ -207,7 +220,7 @@ def test_pieces_of_decodes_are_each_tile_once_and_even(
     ).launch()
     size, total = share[:2].tolist()
     seen: dict[tuple[int, int, int], list[int]] = {}
-    for _, record in _walk(share, pieces, num_programs):
+    for _, record in _walk(share, pieces, num_programs, levels=config.levels):
         r, token, head, num_tokens, position, reach, num_keys, first_tile, count = record[:9]
         assert num_keys == keys[r]
         assert reach == 0
@@ -226,7 +239,12 @@ def test_pieces_of_decodes_are_each_tile_once_and_even(
                 for head in range(num_kv_heads):
                     want[r, offset, head] = tiles
     assert seen == want
-    assert size == max(-(-total // num_programs), min_decode_tiles(config))
+    at_once = num_programs // config.levels
+    even = max(-(-total // at_once), min_decode_tiles(config))
+    sizes = share[4 : 4 + config.levels].tolist()
+    assert sum(sizes) == even
+    assert size == sizes[0] >= 0.875 * even
+    assert sizes == sorted(sizes, reverse=True)
 
 
 @pytest.mark.parametrize("num_keys", [1024, 4096, 16_384, 65_536])

@@ -115,7 +115,6 @@ def test_tensor_maps_move_to_another_tensor_and_keep_the_address_of_the_cache() 
         work,
         work.view(-1, 16),
         States.make(4, config, "cpu"),
-        4,
         config,
     )
     kernel = Kernel()

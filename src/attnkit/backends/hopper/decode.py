@@ -1,8 +1,8 @@
 """The decode kernel: requests with few queries against long contexts, shared out evenly.
 
 In: packed queries, the paged pool, and pieces of work (`decode_plan`): all K/V tiles of the batch in
-one row, cut into one equal share for each program. Out: output and LSE. Device code;
-`launch.launch_decode` starts it.
+one row, cut into a share for each program. Out: output and LSE. Device code; `launch.launch_decode`
+starts it.
 
 A unit is one request, KV head and tile of up to 16 or 64 rows (query tokens times the heads of the
 group). A program walks through the pieces of its share: whole units, and the ends of units that it
@@ -12,6 +12,9 @@ last.
 
 One warp copies K and Q, one copies V, one warpgroup attends. The copies run ahead over the borders
 between pieces, so memory is never idle.
+
+Multiprocessors do not read equally fast. So programs that run at once from the start have seven eighths
+of the work, and two more for each, with small shares, follow wherever one is over.
 """
 
 # ruff: noqa: RUF005, SIM102 (device code: tuples grow by +, and `if` on a constant stands alone)
@@ -123,7 +126,7 @@ def produce(
     """One warp that feeds K (and Q) or V. Pages are looked up two tiles ahead, since the first tiles of
     a launch are copied as fast as they are found."""
     STRIPS: gl.constexpr = CONFIG.head_size // 64
-    at, end, record = my_share(share_ptr, 1)
+    at, end, record = my_share(share_ptr, 1, CONFIG.levels)
     step = 0
     num_done = 0
     while at < end:
@@ -207,7 +210,7 @@ def consume(
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, ACC_LAYOUT)
     row = gl.arange(0, TILE_ROWS, ROW_LAYOUT)
     row_token = row // CONFIG.pack
-    at, end, record = my_share(share_ptr, 1)
+    at, end, record = my_share(share_ptr, 1, CONFIG.levels)
     step = 0
     num_done = 0
     while at < end:
@@ -467,5 +470,6 @@ def decode_kernel(
         [REGISTERS, REGISTERS],
     )
     if CONFIG.beside:
-        # What follows both need only wait for this one.
-        wait_for_kernel_before(num_pages)
+        # So what follows needs to wait for this kernel only. One program waits; it would block others.
+        if gl.program_id(0) == gl.num_programs(0) - 1:
+            wait_for_kernel_before(num_pages)

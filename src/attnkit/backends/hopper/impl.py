@@ -149,9 +149,9 @@ class HopperImpl(DenseImpl[HopperMetadata]):
                 layer,
                 ("decode", d.tile_rows, d.beside, *kind),
                 kv_cache,
-                (d.num_programs,),
+                d.states.grid,
                 decode_changes(query, output, lse, table, *work),
-                lambda: decode_call(operands(), self.variant, *work, d.num_programs, decodes),
+                lambda: decode_call(operands(), self.variant, *work, decodes),
             )
         if merge is not None:
             merge()

@@ -29,7 +29,7 @@ from attnkit.backends.hopper.gluon_api import TensorDescriptor, gl
 from attnkit.backends.hopper.merge import merge_kernel
 from attnkit.backends.hopper.plan_kernels import fill_row_tiles_kernel, share_decodes_kernel
 from attnkit.backends.hopper.prefill import prefill_kernel
-from attnkit.backends.hopper.tuning import LATENT_SPARE, min_decode_tiles
+from attnkit.backends.hopper.tuning import LATENT_SPARE, SMALL_SHARES, min_decode_tiles
 from attnkit.backends.kernel_call import KernelCall
 from attnkit.contract import AttentionVariant
 from attnkit.errors import AttnkitError
@@ -182,6 +182,8 @@ def share_decodes_call(
             "LEAST": 1 if is_latent else min_decode_tiles(config),
             "SPARE": LATENT_SPARE if is_latent else 0,
             "GROUPS": num_kv_heads if is_latent else 1,
+            "LEVELS": 1 if is_latent else config.levels,
+            "SMALL": SMALL_SHARES,
             "BLOCK_REQS": 256,
             "BLOCK_PIECES": 32,
         },
@@ -329,6 +331,11 @@ class States:
     sums: torch.Tensor
     counters: torch.Tensor
 
+    @property
+    def grid(self) -> tuple[int]:
+        """Programs of the decode kernel."""
+        return (self.counters.shape[1] // 2,)
+
     @classmethod
     def make(cls, num_programs: int, config: DecodeConfig, device: torch.device | str) -> States:
         """Allocate them; four levels of eight hold the states of 4,096 programs."""
@@ -346,7 +353,6 @@ def decode_call(
     share: torch.Tensor,
     pieces: torch.Tensor,
     states: States,
-    num_programs: int,
     config: DecodeConfig,
 ) -> KernelCall:
     """The decode kernel over the pieces of a plan.
@@ -356,14 +362,13 @@ def decode_call(
         variant: score and mask, its tensors on the operands' device.
         share: int32 (16 + 16 * num_programs,).
         pieces: int32 (num_programs + units, 16).
-        states: of as many programs or more; not to be used by two launches at once.
-        num_programs: among which the pieces were shared out.
+        states: of as many programs; not to be used by two launches at once.
         config: made for the layer, the pages and `variant`.
     """
     o = operands
     return KernelCall(
         kernel=decode_kernel,
-        grid=(num_programs,),
+        grid=states.grid,
         arguments={
             **_common(o, variant),
             **decode_changes(o.query, o.output, o.lse, o.block_table, share, pieces, states),

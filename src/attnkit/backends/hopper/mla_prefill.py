@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from attnkit.backends.hopper.plan import PrefillPlan, num_sms_of, plan_row_tiles
-from attnkit.backends.hopper.prefill_plan import share_row_tiles
+from attnkit.backends.hopper.prefill_plan import RowWork
 from attnkit.backends.hopper.sm90 import Sm90Backend
 from attnkit.backends.hopper.tuning import LATENT_HEAD_SIZES, prefill_config
 from attnkit.contract import MLADimensions
@@ -110,15 +110,8 @@ class HopperMLAPrefill(DensePrefill):
         from attnkit.backends.hopper.launch import Lengths
 
         device, config = query_start_loc.device, self._config()
-        tiles = share_row_tiles(
-            query_lens,
-            kv_lens,
-            self.num_heads,
-            num_sms_of(device),
-            config,
-            causal=causal,
-            window=None,
-        )
+        work = RowWork.cut(query_lens, kv_lens, self.num_heads, config, causal=causal, window=None)
+        tiles = work.share(num_sms_of(device), may_split=False)
         lengths = Lengths(
             query_start_loc=query_start_loc, seq_lens=seq_lens, causal=causal, window=None
         )

@@ -17,15 +17,13 @@ import numpy as np
 import torch
 
 from attnkit.backends.hopper.config import PrefillConfig, ScoreConfig
-from attnkit.backends.hopper.prefill_plan import RowTiles, share_row_tiles
+from attnkit.backends.hopper.prefill_plan import RowTiles, RowWork, programs_beside
 from attnkit.backends.hopper.tuning import (
     MAX_DECODE_QUERY_LEN,
-    ROW_TILE_COST,
     decode_config,
     decode_programs,
     decode_rows,
     prefill_config,
-    sms_for_decodes,
 )
 from attnkit.contract import (
     AttentionCGSupport,
@@ -84,7 +82,6 @@ class DecodePlan:
     """
 
     tile_rows: int
-    num_programs: int
     share: torch.Tensor
     pieces: torch.Tensor
     states: Any
@@ -165,32 +162,13 @@ class Planner:
         kv_lens = np.full(len(query_lens), batch.max_seq_len, dtype=np.int64)
         if batch.seq_lens_cpu_upper_bound is not None:
             kv_lens = batch.seq_lens_cpu_upper_bound.numpy().astype(np.int64)
-        prompts = np.where(is_prefill, query_lens, 0)
-        sms = self._decode_sms(query_lens, kv_lens, geometry) if decodes.size else 0
-        # Per request, only the device knows; the balance is then that of causal requests.
-        causal = isinstance(batch.causal, torch.Tensor) or batch.causal
-        prefill = self._prefills(lengths, prompts, kv_lens, geometry, causal, self._num_sms - sms)
+        prefill = self._prefills(lengths, query_lens, kv_lens, geometry, batch.causal)
         decode = None
         if decodes.size:
-            free = self._num_sms - prefill.num_programs if sms else 0
-            decode = self._decodes(lengths, geometry, int(decodes.max()), free)
+            decode = self._decodes(lengths, geometry, int(decodes.max()))
+            beside = prefill.num_programs < self._num_sms
+            decode = replace(decode, beside=beside)
         return Plan(prefill=prefill, decode=decode)
-
-    def _decode_sms(self, query_lens: np.ndarray, kv_lens: np.ndarray, geometry: Geometry) -> int:
-        """Multiprocessors for the decodes of a batch that has prompts too; 0: all, after them."""
-        g = geometry
-        config = prefill_config(g.head_size, g.group_size, g.page_size, ScoreConfig())
-        seen = kv_lens if g.window is None else np.minimum(kv_lens, g.window + query_lens)
-        is_prefill = query_lens > MAX_DECODE_QUERY_LEN
-        row_tiles = query_lens * (g.num_kv_heads * g.group_size) / (64 * config.num_consumers)
-        tiles = (seen - query_lens / 2) / config.block_n + ROW_TILE_COST
-        key_bytes = 2 * g.head_size * g.num_kv_heads * (1 if g.coded else 2)
-        return sms_for_decodes(
-            float((row_tiles * tiles)[is_prefill].sum()),
-            float(seen[~is_prefill & (query_lens > 0)].sum()) * key_bytes,
-            g.head_size,
-            self._num_sms,
-        )
 
     def _prefills(
         self,
@@ -198,23 +176,32 @@ class Planner:
         query_lens: np.ndarray,
         kv_lens: np.ndarray,
         geometry: Geometry,
-        causal: bool,
-        num_sms: int,
+        causal: bool | torch.Tensor,
     ) -> PrefillPlan:
+        """Share out the requests that are not decoded, beside those that are."""
         g = geometry
         config = prefill_config(g.head_size, g.group_size, g.page_size, ScoreConfig())
-        tiles = share_row_tiles(
-            query_lens,
+        prompts = np.where(query_lens > MAX_DECODE_QUERY_LEN, query_lens, 0)
+        work = RowWork.cut(
+            prompts,
             kv_lens,
             g.num_kv_heads,
-            num_sms,
             config,
-            causal=causal,
+            # Per request, only the device knows; the balance is then that of causal requests.
+            causal=isinstance(causal, torch.Tensor) or causal,
             window=g.window,
-            may_split=True,
         )
+        seen = kv_lens if g.window is None else np.minimum(kv_lens, g.window + query_lens)
+        num_keys = int(seen[(prompts == 0) & (query_lens > 0)].sum())
+        key_bytes = 2 * g.head_size * g.num_kv_heads * (1 if g.coded else 2)
+        num_programs = self._num_sms
+        if num_keys:
+            num_programs = programs_beside(
+                work, float(num_keys * key_bytes), g.head_size, self._num_sms
+            )
+        tiles = work.share(num_programs, may_split=True)
         plan = plan_row_tiles(tiles, lengths, config, self._device)
-        return self._unpacked(plan, np.where(query_lens > 0, kv_lens, 0), g) if g.coded else plan
+        return self._unpacked(plan, np.where(prompts > 0, kv_lens, 0), g) if g.coded else plan
 
     def _unpacked(self, plan: PrefillPlan, kv_lens: np.ndarray, geometry: Geometry) -> PrefillPlan:
         """With the pages of the requests to prefill, one request after the other."""
@@ -229,13 +216,8 @@ class Planner:
             page_table=_upload(table.ravel(), self._device).view(table.shape),
         )
 
-    def _decodes(
-        self, lengths: Any, geometry: Geometry, longest: int, free_sms: int = 0
-    ) -> DecodePlan:
-        """Share out the requests that are decoded, none of which has more queries than `longest`.
-
-        free_sms: multiprocessors that the prefill kernel leaves for them; 0: they come alone.
-        """
+    def _decodes(self, lengths: Any, geometry: Geometry, longest: int) -> DecodePlan:
+        """Share out the requests that are decoded, none of which has more queries than `longest`."""
         from attnkit.backends.hopper.launch import States, share_decodes_call
 
         g = geometry
@@ -252,14 +234,10 @@ class Planner:
         if plan is None or plan.pieces.shape[0] < num_records:
             plan = self._decode_plans[g, tile_rows] = DecodePlan(
                 tile_rows=tile_rows,
-                num_programs=num_programs,
                 share=torch.zeros(16 + 16 * num_programs, dtype=torch.int32, device=self._device),
                 pieces=torch.zeros(num_records, 16, dtype=torch.int32, device=self._device),
                 states=States.make(num_programs, config, self._device),
             )
-        if free_sms:
-            num_programs = decode_programs(config, free_sms)
-            plan = replace(plan, num_programs=num_programs, beside=True)
         share_decodes_call(
             plan.share,
             plan.pieces,

@@ -22,12 +22,19 @@ import numpy as np
 import numpy.typing as npt
 
 from attnkit.backends.hopper.config import PrefillConfig
-from attnkit.backends.hopper.tuning import L2_SECTION_BYTES, MERGE_COST, ROW_TILE_COST
+from attnkit.backends.hopper.tuning import (
+    DECODE_BYTES_PER_US,
+    L2_SECTION_BYTES,
+    MEMORY_BYTES_PER_US,
+    MERGE_COST,
+    PREFILL_TILE_US,
+    ROW_TILE_COST,
+)
 
 Ints = npt.NDArray[np.int32]
 
 MAX_ROUNDS = 4
-"""Splits that a program has, at most. With more, programs are busy alike without."""
+"""Row tiles or splits that a program has where some are split, about. With more, all are busy alike."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,90 +65,145 @@ class RowTiles:
         return self.requests.shape[0]
 
 
-def share_row_tiles(
-    query_lens: npt.NDArray[np.int64],
-    kv_lens: npt.NDArray[np.int64],
-    num_kv_heads: int,
-    num_sms: int,
-    config: PrefillConfig,
-    *,
-    causal: bool,
-    window: int | None,
-    may_split: bool = False,
-) -> RowTiles:
-    """Cut every request with queries into row tiles and share them out.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowWork:
+    """The row tiles of a batch before they are shared out, in the order of requests, tokens and heads.
+
+    Attributes:
+        requests, tokens, head_tiles: as of `RowTiles`.
+        num_kv_tiles: K/V tiles that each sees.
+        sections: of the L2 cache.
+    """
+
+    requests: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int64]
+    head_tiles: npt.NDArray[np.int64]
+    num_kv_tiles: npt.NDArray[np.int64]
+    sections: npt.NDArray[np.int64]
+
+    @classmethod
+    def cut(
+        cls,
+        query_lens: npt.NDArray[np.int64],
+        kv_lens: npt.NDArray[np.int64],
+        num_kv_heads: int,
+        config: PrefillConfig,
+        *,
+        causal: bool,
+        window: int | None,
+    ) -> RowWork:
+        """Cut every request with queries into row tiles.
+
+        Args:
+            query_lens: (num_reqs,); 0 for requests that are not to be prefilled.
+            kv_lens: (num_reqs,), or bounds on them.
+            num_kv_heads: of the layer.
+            config: of the kernel.
+            causal: whether rows see fewer keys than their request has.
+            window: keys that a query sees; None: no window.
+        """
+        requests = np.flatnonzero(query_lens)
+        queries, keys = query_lens[requests], kv_lens[requests]
+        tiles_of = -(-queries // config.tokens)
+
+        # One entry per (request, row tile).
+        request = np.repeat(np.arange(len(requests)), tiles_of)
+        first_of = np.cumsum(tiles_of) - tiles_of
+        token = (np.arange(len(request)) - first_of[request]) * config.tokens
+        position = (keys - queries)[request] + token
+        end = keys[request]
+        if causal:
+            end = np.minimum(position + config.tokens, end)
+        elif window is not None:
+            end = np.minimum(position + config.tokens + window - 1, end)
+        start = np.zeros_like(end) if window is None else np.maximum(position - window + 1, 0)
+        num_kv_tiles = np.maximum(-(-end // config.block_n) - start // config.block_n, 1)
+
+        # One entry per (request, KV head): sections of the L2 cache.
+        seen = np.minimum(keys, np.inf if window is None else window + queries)
+        size = seen * (2 * (config.head_size + config.value_size))
+        before = np.cumsum(np.repeat(size, num_kv_heads)) - np.repeat(size, num_kv_heads)
+        section = (before // L2_SECTION_BYTES).astype(np.int64).reshape(-1, num_kv_heads)
+
+        # One entry per row tile and head tile.
+        heads_of_kv = config.group_size // config.pack
+        num_head_tiles = num_kv_heads * heads_of_kv
+        tile = np.repeat(np.arange(len(request)), num_head_tiles)
+        head_tile = np.tile(np.arange(num_head_tiles), len(request))
+        return cls(
+            requests=requests[request[tile]],
+            tokens=token[tile],
+            head_tiles=head_tile,
+            num_kv_tiles=num_kv_tiles[tile],
+            sections=section[request[tile], head_tile // heads_of_kv],
+        )
+
+    @property
+    def num_tiles(self) -> int:
+        return self.requests.shape[0]
+
+    def time(self, num_programs: int) -> float:
+        """What the program that has most to do takes, in K/V tiles, about."""
+        costs = -np.sort(-(self.num_kv_tiles + ROW_TILE_COST))
+        program = _share_out(costs, np.zeros(len(costs), dtype=np.int64), num_programs)
+        longest = float(np.bincount(program, weights=costs).max())
+        return min(longest, 1.05 * float(costs.sum()) / num_programs + MERGE_COST)
+
+    def share(self, num_programs: int, *, may_split: bool) -> RowTiles:
+        """Share them out among so many programs at most; `may_split`: some may come in splits."""
+        shares = _Shares.of(self.num_kv_tiles + ROW_TILE_COST, self.sections, num_programs)
+        # Sooner by 5 % at least, or it is not worth the memory.
+        bar = 0.95 * shares.longest
+        entry = np.arange(self.num_tiles)
+        splits = None
+        if may_split and self.num_kv_tiles.sum() / num_programs + MERGE_COST < bar:
+            num_splits, longest = _best_splits(self.num_kv_tiles, num_programs)
+            if longest < bar:
+                # One entry per split.
+                entry = np.repeat(entry, num_splits)
+                place = np.arange(len(entry))
+                of = num_splits[entry]
+                splits = np.stack([place - (np.cumsum(num_splits) - num_splits)[entry], of, place])
+                costs = -(-self.num_kv_tiles[entry] // of) + ROW_TILE_COST
+                # So few go without sections: all are worked on at once, and sections would part whole
+                # row tiles from the splits that fill up their programs.
+                shares = _Shares.of(costs, np.zeros_like(entry), num_programs)
+        order, starts = shares.by_program()
+        entry = entry[order]
+        return RowTiles(
+            starts=starts,
+            requests=self.requests[entry].astype(np.int32),
+            tokens=self.tokens[entry].astype(np.int32),
+            head_tiles=self.head_tiles[entry].astype(np.int32),
+            splits=None if splits is None else splits[:, order].astype(np.int32),
+        )
+
+
+def programs_beside(work: RowWork, decode_bytes: float, head_size: int, num_sms: int) -> int:
+    """Programs for prompts whose batch has decodes too; fewer than `num_sms` leave some for these.
+
+    Prompts wait for products and decodes for memory, so that side by side they take less than one after
+    the other. A program too few can cost prompts a whole row tile, so numbers that divide them come in
+    question. What is left of the decodes when prompts are over has all multiprocessors.
 
     Args:
-        query_lens: (num_reqs,); 0 for requests that are not to be prefilled.
-        kv_lens: (num_reqs,), or bounds on them.
-        num_kv_heads: of the layer.
-        num_sms: programs, at most.
-        config: of the kernel.
-        causal: whether rows see fewer keys than their request has.
-        window: keys that a query sees; None: no window.
-        may_split: whether row tiles may come in splits.
+        work: row tiles of the prompts.
+        decode_bytes: of the keys and values that decodes read.
+        head_size: of both.
+        num_sms: multiprocessors.
     """
-    tokens_of_tile = config.tokens
-    requests = np.flatnonzero(query_lens)
-    queries, keys = query_lens[requests], kv_lens[requests]
-    tiles_of = -(-queries // tokens_of_tile)
 
-    # One entry per (request, row tile).
-    request = np.repeat(np.arange(len(requests)), tiles_of)
-    first_of = np.cumsum(tiles_of) - tiles_of
-    token = (np.arange(len(request)) - first_of[request]) * tokens_of_tile
-    position = (keys - queries)[request] + token
-    end = keys[request]
-    if causal:
-        end = np.minimum(position + tokens_of_tile, end)
-    elif window is not None:
-        end = np.minimum(position + tokens_of_tile + window - 1, end)
-    start = np.zeros_like(end) if window is None else np.maximum(position - window + 1, 0)
-    num_kv_tiles = np.maximum(-(-end // config.block_n) - start // config.block_n, 1)
+    def time(num_programs: int) -> float:
+        prompts = work.time(num_programs) * PREFILL_TILE_US[head_size]
+        rate = min((num_sms - num_programs) * DECODE_BYTES_PER_US, MEMORY_BYTES_PER_US)
+        left = max(0.0, decode_bytes - rate * prompts) / MEMORY_BYTES_PER_US
+        return max(prompts + left, decode_bytes / MEMORY_BYTES_PER_US)
 
-    # One entry per (request, KV head): sections of the L2 cache.
-    seen = np.minimum(keys, np.inf if window is None else window + queries)
-    size = seen * (2 * (config.head_size + config.value_size))
-    before = np.cumsum(np.repeat(size, num_kv_heads)) - np.repeat(size, num_kv_heads)
-    section = (before // L2_SECTION_BYTES).astype(np.int64).reshape(-1, num_kv_heads)
-
-    # One entry per row tile and head tile.
-    heads_of_kv = config.group_size // config.pack
-    num_head_tiles = num_kv_heads * heads_of_kv
-    tile = np.repeat(np.arange(len(request)), num_head_tiles)
-    head_tile = np.tile(np.arange(num_head_tiles), len(request))
-    section = section[request[tile], head_tile // heads_of_kv]
-    num_kv_tiles = num_kv_tiles[tile]
-
-    def share(costs: npt.NDArray[Any], sections: npt.NDArray[np.int64]) -> _Shares:
-        # Longest first inside a section. Costs are far below 2 ** 30.
-        order = np.argsort((sections << 30) - costs.astype(np.int64), kind="stable")
-        program = _share_out(costs[order], sections[order], min(num_sms, len(order)))
-        return _Shares(order, program, costs)
-
-    shares = share(num_kv_tiles + ROW_TILE_COST, section)
-    splits = None
-    # Sooner by 5 % at least, or it is not worth the memory.
-    bar = 0.95 * shares.longest
-    if may_split and num_kv_tiles.sum() / num_sms + MERGE_COST < bar:
-        num_splits, longest = _best_splits(num_kv_tiles, num_sms)
-        if longest < bar:
-            # One entry per split.
-            entry = np.repeat(np.arange(len(tile)), num_splits)
-            place = np.arange(len(entry))
-            of = num_splits[entry]
-            splits = np.stack([place - (np.cumsum(num_splits) - num_splits)[entry], of, place])
-            tile, head_tile = tile[entry], head_tile[entry]
-            shares = share(-(-num_kv_tiles[entry] // of) + ROW_TILE_COST, section[entry])
-
-    order, starts = shares.by_program()
-    return RowTiles(
-        starts=starts,
-        requests=requests[request[tile[order]]].astype(np.int32),
-        tokens=token[tile[order]].astype(np.int32),
-        head_tiles=head_tile[order].astype(np.int32),
-        splits=None if splits is None else splits[:, order].astype(np.int32),
-    )
+    even = {-(-work.num_tiles // rounds) for rounds in range(1, 9)}
+    step = max(1, num_sms // 8)
+    candidates = [n for n in (*even, *range(step, num_sms, step)) if n < num_sms]
+    best = min(candidates, key=time, default=num_sms)
+    return best if best < num_sms and time(best) < 0.97 * time(num_sms) else num_sms
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,12 +212,16 @@ class _Shares:
 
     order: npt.NDArray[np.int64]
     program: npt.NDArray[np.int16]
-    costs: npt.NDArray[Any]
+    longest: float
 
-    @property
-    def longest(self) -> float:
-        """Cost of the program that has most to do."""
-        return float(np.bincount(self.program, weights=self.costs[self.order]).max())
+    @classmethod
+    def of(
+        cls, costs: npt.NDArray[Any], sections: npt.NDArray[np.int64], num_programs: int
+    ) -> _Shares:
+        # Longest first inside a section. Costs are far below 2 ** 30.
+        order = np.argsort((sections << 30) - costs.astype(np.int64), kind="stable")
+        program = _share_out(costs[order], sections[order], num_programs)
+        return cls(order, program, float(np.bincount(program, weights=costs[order]).max()))
 
     def by_program(self) -> tuple[npt.NDArray[np.int64], Ints]:
         """The tiles program by program, and where each one's begin."""
@@ -170,21 +236,30 @@ def _best_splits(
 ) -> tuple[npt.NDArray[np.int64], float]:
     """In how many splits each row tile is worked on soonest, and the cost of the longest program then.
 
-    For one to four splits a program: the shortest share that makes no more of them.
+    The longest row tiles stay whole, as many as give each program none or some. The others come in
+    splits, so that each program has one more; of so many splits the shortest.
     """
+    order = np.argsort(-num_kv_tiles, kind="stable")
     best = (np.ones_like(num_kv_tiles), np.inf)
-    for rounds in range(1, MAX_ROUNDS + 1):
-        low, high = 1, int(num_kv_tiles.max())
-        while low < high:
-            middle = (low + high) // 2
-            if (-(-num_kv_tiles // middle)).sum() <= rounds * num_programs:
-                high = middle
-            else:
-                low = middle + 1
-        num_splits = -(-num_kv_tiles // low)
-        cost = rounds * (low + ROW_TILE_COST) + MERGE_COST
-        if num_splits.sum() <= rounds * num_programs and cost < best[1]:
-            best = (num_splits, cost)
+    for whole in range(len(order) // num_programs + 1):
+        num_whole = whole * num_programs
+        rest = num_kv_tiles[order[num_whole:]]
+        if rest.size == 0:
+            continue
+        before = num_kv_tiles[order[:num_whole]].sum() / num_programs + whole * ROW_TILE_COST
+        for rounds in range(1, max(2, MAX_ROUNDS + 1 - whole)):
+            least = max(1, -(-int(rest.sum()) // (rounds * num_programs)))
+            lengths = np.unique(np.linspace(least, rest.max(), 32).astype(np.int64))
+            counts = -(-rest[None, :] // lengths[:, None])
+            fits = np.flatnonzero(counts.sum(1) <= rounds * num_programs)
+            if fits.size == 0:
+                continue
+            length = lengths[fits[0]]
+            cost = before + rounds * (length + ROW_TILE_COST) + MERGE_COST
+            if cost < best[1]:
+                num_splits = np.ones_like(num_kv_tiles)
+                num_splits[order[num_whole:]] = counts[fits[0]]
+                best = (num_splits, float(cost))
     return best
 
 

@@ -140,47 +140,33 @@ def decode_config(
         tile_rows=tile_rows,
         # Products of a warp read nothing else.
         q_in_registers=not alone or tile_rows == 16,
+        # States of rows of 64 would take three times the memory.
+        levels=3 if tile_rows == 16 else 1,
         beside=beside,
     )
 
 
 def decode_programs(config: DecodeConfig, num_sms: int) -> int:
-    """Programs of the decode kernel: all that run at once."""
-    return num_sms if config.head_size == 256 else 2 * num_sms
+    """Programs of the decode kernel: all that run at once, times the sizes of their shares."""
+    return config.levels * (num_sms if config.head_size == 256 else 2 * num_sms)
 
 
 PREFILL_TILE_US = {64: 0.9, 128: 1.7, 256: 1.6}
 """What a K/V tile takes a multiprocessor in the prefill kernel, by head size: 460, 650 and 700 TFLOP/s
 on 132 of them."""
 
-DECODE_BYTES_PER_US = 80e3
-"""What a multiprocessor reads in the decode kernel when few of them do; all together at most
-MEMORY_BYTES_PER_US."""
+DECODE_BYTES_PER_US = 65e3
+"""What a multiprocessor reads in the decode kernel while others prefill: 59 to 71 GB/s seen, on 16 to 24
+of them."""
 
 MEMORY_BYTES_PER_US = 4.3e6
+"""What all of them read together."""
 
 
-def sms_for_decodes(row_work: float, decode_bytes: float, head_size: int, num_sms: int) -> int:
-    """Multiprocessors that decode while the others prefill; 0: one kernel after the other.
-
-    Prompts wait for products and decodes for memory, so that side by side they take less than one after
-    the other: as long as the slower of both, each on its multiprocessors.
-
-    Args:
-        row_work: K/V tiles of all row tiles.
-        decode_bytes: of the keys and values that decodes read.
-        head_size: of both.
-        num_sms: multiprocessors.
-    """
-    prompts = row_work * PREFILL_TILE_US[head_size]
-    memory = decode_bytes / MEMORY_BYTES_PER_US
-
-    def time(sms: int) -> float:
-        decodes = max(decode_bytes / (sms * DECODE_BYTES_PER_US), memory)
-        return max(prompts / (num_sms - sms), decodes)
-
-    best = min(range(1, num_sms), key=time, default=0)
-    return best if best and time(best) < 0.95 * (prompts / num_sms + memory) else 0
+SMALL_SHARES = 8
+"""One in so many K/V tiles of decodes is in a small share (`plan_kernels.share_decodes_kernel`). With
+equal shares, programs on some multiprocessors were over after 715 us where others took 968 (B128 ctx
+8192 64/8), always the same ones; and after 190 to 250 at B64 ctx 4096."""
 
 
 LATENT_SIZES = ((512, 64),)
