@@ -13,8 +13,8 @@ last.
 One warp copies K and Q, one copies V, one warpgroup attends. The copies run ahead over the borders
 between pieces, so memory is never idle.
 
-Multiprocessors do not read equally fast. So programs that run at once from the start have seven eighths
-of the work, and two more for each, with small shares, follow wherever one is over.
+Multiprocessors do not read equally fast. So the programs that run from the start leave some of the work
+to two more each, with small shares, which follow wherever one is over.
 """
 
 # ruff: noqa: RUF005, SIM102 (device code: tuples grow by +, and `if` on a constant stands alone)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnkit.backends.dense import DenseImpl
 from attnkit.backends.hopper.config import ScoreConfig
-from attnkit.backends.hopper.plan import Geometry, HopperMetadata, PrefillPlan
+from attnkit.backends.hopper.plan import DecodePlan, Geometry, HopperMetadata, PrefillPlan
 from attnkit.backends.hopper.tuning import (
     CACHE_DTYPES,
     CODED_CACHE_DTYPES,
@@ -32,12 +32,31 @@ from attnkit.contract import AttentionLayer, AttentionType
 from attnkit.errors import BatchError, CacheError, UnsupportedConfiguration
 
 if TYPE_CHECKING:
-    from attnkit.backends.hopper.launch import Operands
+    from attnkit.backends.hopper.launch import Operands, Parts
     from attnkit.backends.hopper.repeat import Repeats
     from attnkit.backends.kernel_call import KernelCall
 
 _NO_WINDOW = 1 << 29
 """From here on a window is longer than any request, and sums with it would leave int32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Step:
+    """One call of `HopperImpl.forward`.
+
+    Attributes:
+        shape: what configs are made of: head size, group size, page size and parts of the score.
+        kind: what compiled kernels depend on beside it.
+    """
+
+    layer: AttentionLayer
+    query: torch.Tensor
+    kv_cache: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor | None
+    metadata: HopperMetadata
+    shape: tuple[int, int, int, ScoreConfig]
+    kind: tuple[object, ...]
 
 
 class HopperImpl(DenseImpl[HopperMetadata]):
@@ -82,80 +101,86 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         if attn_metadata is None:
             output.zero_()
             return output
-        from attnkit.backends.hopper.launch import (
-            decode_call,
-            decode_changes,
-            merge_call,
-            merge_changes,
-            prefill_call,
-            prefill_changes,
-        )
-
         lse = None
         if self.need_to_return_lse_for_decode:
             lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
         self.variant = self.variant.to(query.device)
         page_size = kv_cache.shape[2]
-        plan = attn_metadata.plan(self._geometry(page_size))
-        shape = (self.head_size, self.group_size, page_size, self._score(lse is not None))
         table = attn_metadata.block_table
-        operands = functools.partial(self._operands, layer, query, kv_cache, output, lse, table)
-        kind = (_kind(query, output), table.dtype, lse is None)
-        # Decodes start while prompts are on their way, so it comes last.
-        merge: Callable[[], None] | None = None
+        step = _Step(
+            layer=layer,
+            query=query,
+            kv_cache=kv_cache,
+            output=output,
+            lse=lse,
+            metadata=attn_metadata,
+            shape=(self.head_size, self.group_size, page_size, self._score(lse is not None)),
+            kind=(_kind(query, output), table.dtype, lse is None),
+        )
+        plan = attn_metadata.plan(self._geometry(page_size))
         if plan.prefill is not None:
-            p = plan.prefill
-            is_split = p.parts is not None
-            prompts = prefill_config(*shape, scaled=self._is_coded, split=is_split)
-            rows, row_lse = (p.parts.output, p.parts.lse) if is_split else (output, lse)
-
-            def prefill() -> KernelCall:
-                read = (
-                    self._unpacked(operands(), p, attn_metadata) if self._is_coded else operands()
-                )
-                read = replace(read, output=rows, lse=row_lse)
-                return prefill_call(
-                    read, self.variant, p.starts, p.num_programs, p.records, prompts
-                )
-
-            if self._is_coded:
-                # Its pages are those of this step.
-                prefill().launch()
-            else:
-                self._launch(
-                    layer,
-                    ("prefill", is_split, *kind),
-                    kv_cache,
-                    (p.num_programs,),
-                    prefill_changes(query, rows, row_lse, table, p.starts, p.records),
-                    prefill,
-                )
-            if is_split:
-                sinks = self.variant.sinks
-                merge = functools.partial(
-                    self._launch,
-                    layer,
-                    ("merge", *kind),
-                    kv_cache,
-                    (p.records.shape[0], 8),
-                    merge_changes(p.parts, p.records, output, lse),
-                    lambda: merge_call(p.parts, p.records, output, lse, sinks, prompts),
-                )
+            self._prefill(step, plan.prefill)
         if plan.decode is not None:
-            d = plan.decode
-            decodes = decode_config(*shape, d.tile_rows, coded=self._is_coded, beside=d.beside)
-            work = (d.share, d.pieces, d.states)
-            self._launch(
-                layer,
-                ("decode", d.tile_rows, d.beside, *kind),
-                kv_cache,
-                d.states.grid,
-                decode_changes(query, output, lse, table, *work),
-                lambda: decode_call(operands(), self.variant, *work, decodes),
-            )
-        if merge is not None:
-            merge()
+            self._decode(step, plan.decode)
+        if plan.prefill is not None and plan.prefill.parts is not None:
+            # Not before the decodes: these start while prompts are on their way.
+            self._merge(step, plan.prefill, plan.prefill.parts)
         return output if lse is None else (output, lse)
+
+    def _prefill(self, step: _Step, plan: PrefillPlan) -> None:
+        """Prompts; of splits their parts."""
+        from attnkit.backends.hopper.launch import prefill_call, prefill_changes
+
+        is_split = plan.parts is not None
+        config = prefill_config(*step.shape, scaled=self._is_coded, split=is_split)
+        output, lse = (plan.parts.output, plan.parts.lse) if is_split else (step.output, step.lse)
+
+        def call() -> KernelCall:
+            operands = self._operands(step)
+            if self._is_coded:
+                operands = self._unpacked(operands, plan, step.metadata)
+            operands = replace(operands, output=output, lse=lse)
+            return prefill_call(
+                operands, self.variant, plan.starts, plan.num_programs, plan.records, config
+            )
+
+        if self._is_coded:
+            # The pages it reads are those of this step.
+            call().launch()
+            return
+        table = step.metadata.block_table
+        changing = prefill_changes(step.query, output, lse, table, plan.starts, plan.records)
+        self._launch(step, ("prefill", is_split), (plan.num_programs,), changing, call)
+
+    def _merge(self, step: _Step, plan: PrefillPlan, parts: Parts) -> None:
+        """Splits of prompts put together."""
+        from attnkit.backends.hopper.launch import merge_call, merge_changes, merge_grid
+
+        work = (parts, plan.records, step.output, step.lse)
+        config = prefill_config(*step.shape, scaled=self._is_coded, split=True)
+        self._launch(
+            step,
+            ("merge",),
+            merge_grid(plan.records),
+            merge_changes(*work),
+            lambda: merge_call(*work, self.variant.sinks, config),
+        )
+
+    def _decode(self, step: _Step, plan: DecodePlan) -> None:
+        from attnkit.backends.hopper.launch import decode_call, decode_changes
+
+        config = decode_config(
+            *step.shape, plan.tile_rows, coded=self._is_coded, beside=plan.beside
+        )
+        work = (plan.share, plan.pieces, plan.states)
+        table = step.metadata.block_table
+        self._launch(
+            step,
+            ("decode", plan.tile_rows, plan.beside),
+            plan.states.grid,
+            decode_changes(step.query, step.output, step.lse, table, *work),
+            lambda: decode_call(self._operands(step), self.variant, *work, config),
+        )
 
     def do_kv_cache_update(
         self,
@@ -167,7 +192,7 @@ class HopperImpl(DenseImpl[HopperMetadata]):
     ) -> None:
         from attnkit.backends.hopper.cache_launch import write_call, write_changes, write_grid
 
-        self._launch(
+        self._repeat(
             layer,
             ("write", _kind(key, value), slot_mapping.dtype),
             kv_cache,
@@ -177,6 +202,17 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         )
 
     def _launch(
+        self,
+        step: _Step,
+        key: tuple[object, ...],
+        grid: tuple[int, ...],
+        changing: dict[str, Any],
+        make: Callable[[], KernelCall],
+    ) -> None:
+        """A launch of attention; `key` says which."""
+        self._repeat(step.layer, (*key, *step.kind), step.kv_cache, grid, changing, make)
+
+    def _repeat(
         self,
         layer: AttentionLayer,
         key: tuple[object, ...],
@@ -195,21 +231,14 @@ class HopperImpl(DenseImpl[HopperMetadata]):
             key = (*key, k_scale.data_ptr(), v_scale.data_ptr(), k_scale.shape)
         self._repeats.launch(key, kv_cache, grid, changing, make)
 
-    def _operands(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-        block_table: torch.Tensor,
-    ) -> Operands:
+    def _operands(self, step: _Step) -> Operands:
         """What a step reads and writes, if the copy engine can."""
         from attnkit.backends.hopper.launch import Operands, check_strides
 
+        query, kv_cache = step.query, step.kv_cache
         check_strides("query", query, BatchError)
         check_strides("kv_cache", kv_cache, CacheError)
-        stored = self._stored(layer, kv_cache)
+        stored = self._stored(step.layer, kv_cache)
         expected = torch.uint8 if self._is_coded else query.dtype
         if stored.key.dtype != expected:
             raise CacheError(
@@ -220,9 +249,9 @@ class HopperImpl(DenseImpl[HopperMetadata]):
             query=query,
             key=stored.key,
             value=stored.value,
-            output=output,
-            lse=lse,
-            block_table=block_table,
+            output=step.output,
+            lse=step.lse,
+            block_table=step.metadata.block_table,
             k_scale=stored.k_scale,
             v_scale=stored.v_scale,
         )

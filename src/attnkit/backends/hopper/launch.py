@@ -285,7 +285,7 @@ def merge_call(
     """
     return KernelCall(
         kernel=merge_kernel,
-        grid=(records.shape[0], 8),
+        grid=merge_grid(records),
         arguments={
             **merge_changes(parts, records, output, lse),
             "out_stride_token": output.stride(0),
@@ -301,6 +301,11 @@ def merge_call(
         options={"num_warps": 4},
         device=output.device,
     )
+
+
+def merge_grid(records: torch.Tensor) -> tuple[int, int]:
+    """Programs of the merge kernel: for each split some, which part the rows of its row tile."""
+    return records.shape[0], 8
 
 
 def merge_changes(

@@ -227,9 +227,12 @@ def share_decodes_kernel(
     sizes = (size, half, rest)
     begins = (0, at_once * size, at_once * (size + half))
     if (me == 0) & (kv_head == 0):
-        for level in tl.static_range(LEVELS):
-            tl.store(share_ptr + 4 + level, sizes[level])
-            tl.store(share_ptr + 8 + level, begins[level])
+        tl.store(share_ptr + 4, size)
+        tl.store(share_ptr + 5, half)
+        tl.store(share_ptr + 6, rest)
+        tl.store(share_ptr + 8, 0)
+        tl.store(share_ptr + 9, at_once * size)
+        tl.store(share_ptr + 10, at_once * (size + half))
         tl.store(share_ptr, size)
         tl.store(share_ptr + 1, work)
         tl.store(share_ptr + 2, num_units * GROUPS)

@@ -163,10 +163,10 @@ MEMORY_BYTES_PER_US = 4.3e6
 """What all of them read together."""
 
 
-SMALL_SHARES = 8
+SMALL_SHARES = 16
 """One in so many K/V tiles of decodes is in a small share (`plan_kernels.share_decodes_kernel`). With
 equal shares, programs on some multiprocessors were over after 715 us where others took 968 (B128 ctx
-8192 64/8), always the same ones; and after 190 to 250 at B64 ctx 4096."""
+8192 64/8), always the same ones; and after 190 to 250 at B64 ctx 4096. One in 8 and in 32 gain less."""
 
 
 LATENT_SIZES = ((512, 64),)
