@@ -48,16 +48,18 @@ class Shape:
     num_heads: int
     query_len: int = 1
     page_size: int = 64
+    coded: bool = False
 
     @property
     def name(self) -> str:
         query = f" q{self.query_len}" if self.query_len > 1 else ""
         page = f" p{self.page_size}" if self.page_size != 64 else ""
-        return f"B{self.num_reqs} ctx{self.ctx} H{self.num_heads}{query}{page}"
+        codes = " fp8" if self.coded else ""
+        return f"B{self.num_reqs} ctx{self.ctx} H{self.num_heads}{query}{page}{codes}"
 
     @property
     def num_bytes(self) -> float:
-        return 2.0 * 576 * self.num_reqs * self.ctx
+        return (1.0 if self.coded else 2.0) * 576 * self.num_reqs * self.ctx
 
     @property
     def flops(self) -> float:
@@ -78,7 +80,16 @@ SHAPES = (
     Shape(num_reqs=1, ctx=1024, num_heads=16),
     Shape(num_reqs=64, ctx=8192, num_heads=16, query_len=4),
     Shape(num_reqs=64, ctx=8192, num_heads=128, page_size=16),
+    Shape(num_reqs=64, ctx=8192, num_heads=16, coded=True),
+    Shape(num_reqs=64, ctx=8192, num_heads=32, coded=True),
+    Shape(num_reqs=64, ctx=8192, num_heads=64, coded=True),
+    Shape(num_reqs=64, ctx=8192, num_heads=128, coded=True),
+    Shape(num_reqs=1, ctx=32768, num_heads=128, coded=True),
+    Shape(num_reqs=64, ctx=8192, num_heads=16, query_len=4, coded=True),
 )
+
+K_SCALE = 0.5
+"""Of codes; a power of two, so that bfloat16 holds what they stand for."""
 
 
 def tensors(s: Shape) -> dict[str, torch.Tensor]:
@@ -86,9 +97,13 @@ def tensors(s: Shape) -> dict[str, torch.Tensor]:
     num_blocks = -(-s.ctx // s.page_size)
     pool = s.num_reqs * num_blocks
     new = {"device": DEVICE, "dtype": torch.bfloat16}
+    cache = torch.randn(pool, s.page_size, 576, **new)
+    codes = (cache / K_SCALE).to(torch.float8_e4m3fn)
     return {
         "q": torch.randn(s.num_reqs * s.query_len, s.num_heads, 576, **new),
-        "cache": torch.randn(pool, s.page_size, 576, **new),
+        "cache": codes.to(torch.bfloat16) * K_SCALE if s.coded else cache,
+        "codes": codes.view(torch.uint8),
+        "k_scale": torch.full((1,), K_SCALE, device=DEVICE),
         "table": torch.randperm(pool, device=DEVICE, dtype=torch.int32).view(s.num_reqs, -1),
         "lens": torch.full((s.num_reqs,), s.ctx, device=DEVICE, dtype=torch.int32),
         "starts": torch.arange(s.num_reqs + 1, device=DEVICE, dtype=torch.int32) * s.query_len,
@@ -106,18 +121,34 @@ def expected(s: Shape, t: dict[str, torch.Tensor], request: int) -> torch.Tensor
 
 
 def ours(
-    s: Shape, t: dict[str, torch.Tensor], spare: int | None = None, **changes: int
+    s: Shape,
+    t: dict[str, torch.Tensor],
+    spare: int | None = None,
+    *,
+    coded: bool = False,
+    rows: int | None = None,
+    programs: int = 1,
+    **changes: int,
 ) -> dict[str, Any]:
-    """Our kernels, and the first of them alone; with another `LATENT_SPARE` or changes of the config."""
+    """Our kernels, and the first of them alone.
 
-    def changed(*shape: int, lse: bool) -> LatentConfig:
-        config = latent_config(*shape, lse=lse)
-        config = replace(config, **changes)
+    Args:
+        spare: another `LATENT_SPARE`.
+        coded: over codes.
+        rows: another height of row tiles.
+        programs: of the decode kernel on a multiprocessor.
+        changes: of the config.
+    """
+
+    def changed(*shape: int, **kwargs: bool) -> LatentConfig:
+        config = replace(latent_config(*shape, **kwargs), **changes)
         return replace(config, rows=math.gcd(config.page_size, config.block_n))
 
-    usual = launch.LATENT_SPARE
+    usual = launch.LATENT_SPARE, mla_plan.latent_rows
     if spare is not None:
         launch.LATENT_SPARE = spare
+    if rows is not None:
+        mla_plan.latent_rows = lambda num_heads, query_len, coded: rows
     mla_plan.latent_config = changed
     part = DecodePart(
         query_start_loc=t["starts"],
@@ -127,20 +158,22 @@ def ours(
         max_seq_len=s.ctx,
     )
     planner = mla_plan.LatentPlanner(DEVICE, s.num_reqs, s.page_size)
-    work = planner.plan(part, s.num_heads)
-    launch.LATENT_SPARE = usual
+    planner._num_programs *= programs
+    work = planner.plan(part, s.num_heads, coded)
+    launch.LATENT_SPARE, mla_plan.latent_rows = usual
     mla_plan.latent_config = latent_config
     q = t["q"]
     operands = latent_launch.LatentOperands(
         query=q[..., :512],
         query_rope=q[..., 512:],
-        cache=t["cache"],
+        cache=t["codes"] if coded else t["cache"],
         output=torch.full(q[..., :512].shape, float("nan"), device=DEVICE, dtype=q.dtype),
         lse=None,
         block_table=t["table"],
         scale=SCALE,
+        k_scale=t["k_scale"] if coded else None,
     )
-    config = changed(s.num_heads, s.page_size, work.tile_rows, lse=False)
+    config = changed(s.num_heads, s.page_size, work.tile_rows, lse=False, coded=coded)
     attend = latent_launch.latent_decode_call(operands, work, config)
     fold = latent_launch.fold_latents_call(operands, work, config)
 
@@ -150,6 +183,27 @@ def ours(
         return operands.output
 
     return {"run": run, "attend": attend.launch}
+
+
+def variants(s: Shape) -> dict[str, dict[str, Any]]:
+    """What else a shape may be run with: arguments of `ours`."""
+    narrow = s.query_len * s.num_heads <= 16
+    # Registers of two programs on a multiprocessor.
+    two = {"programs": 2, "maxnreg": 128, "consumer_registers": 216, "producer_registers": 40}
+    found: dict[str, dict[str, Any]] = {}
+    if s.coded:
+        found["over numbers"] = {}
+        if narrow:
+            found["two programs of 2 blocks of 64"] = {**two, "block_n": 64, "stages": 2}
+            found["4 blocks of 64"] = {"block_n": 64, "stages": 4}
+        for who, what in found.items():
+            what["coded"] = who != "over numbers"
+    elif narrow:
+        found["4 blocks of 32"] = {"block_n": 32, "stages": 4}
+        found["5 blocks of 32"] = {"block_n": 32, "stages": 5}
+    elif s.query_len * s.num_heads <= 32:
+        found["32 rows"] = {"rows": 32}
+    return found
 
 
 def triton_mla(s: Shape, t: dict[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -162,17 +216,17 @@ def triton_mla(s: Shape, t: dict[str, torch.Tensor]) -> Callable[[], torch.Tenso
     from attnkit.kvcache.formats import latent_format
 
     gpu = triton_launch.gpu_of(DEVICE)
-    one = torch.ones(1, device=DEVICE)
+    cache, name = (t["codes"].view(torch.float8_e4m3fn), "fp8") if s.coded else (t["cache"], "auto")
     operands = LatentOperands(
         query=t["q"],
-        pages=LatentPages.of(t["cache"], latent_format("auto"), DIMENSIONS, one, has_e4m3=True),
+        pages=LatentPages.of(cache, latent_format(name), DIMENSIONS, t["k_scale"], has_e4m3=True),
         output=t["q"].new_empty(*t["q"].shape[:2], 512),
         lse=None,
         query_start_loc=t["starts"],
         kv_lens=t["lens"],
         block_table=t["table"],
     )
-    config = mla_decode_config(512, 64, 2, 2, s.num_heads, s.page_size, gpu)
+    config = mla_decode_config(512, 64, 2, cache.element_size(), s.num_heads, s.page_size, gpu)
     _, tiles = mla_launch.head_tiles(s.num_heads, config.block_m)
     splits = max(1, min(gpu.num_sms // (s.num_reqs * tiles), config.max_segments))
     parts = None
@@ -497,15 +551,13 @@ def main() -> None:
             race_chosen(clock, c, errors)
         for s in (s for s in SHAPES if options.only in s.name):
             t = tensors(s)
-            mine = ours(s, t)
+            mine = ours(s, t, coded=s.coded)
             contenders = {"hopper_mla": mine["run"]}
             if peers is not None:
                 contenders |= rivals(s, t, peers)
-            contenders["hopper_mla, even shares"] = ours(s, t, spare=0)["run"]
-            if s.query_len * s.num_heads <= 16:
-                for block_n, stages in ((64, 2), (32, 4), (32, 5)):
-                    who = f"hopper_mla, {stages} blocks of {block_n}"
-                    contenders[who] = ours(s, t, block_n=block_n, stages=stages)["run"]
+            contenders["hopper_mla, even shares"] = ours(s, t, spare=0, coded=s.coded)["run"]
+            for who, what in variants(s).items():
+                contenders[f"hopper_mla, {who}"] = ours(s, t, **what)["run"]
             contenders["triton_mla"] = triton_mla(s, t)
             good = {}
             for who, run in contenders.items():

@@ -286,16 +286,15 @@ def variants(everything: bool) -> Iterator[tuple[str, str, Any, str]]:
     if everything:
         shapes += [(8, 16, "fp16", True), (96, 32, "bf16", False), (64, 128, "bf16", False)]
     for heads, page, dtype, lse in shapes:
+        what = f"H{heads} page {page}"
         config = latent_config(heads, page, 64, lse=lse)
-        yield f"latent decode H{heads} page {page}", "latent decode", config, dtype
+        yield f"latent decode {what}", "latent decode", config, dtype
+        narrow = "narrow latent decode"
         if heads <= 16:
-            config = latent_config(heads, page, 16, lse=lse)
-            yield (
-                f"narrow latent decode H{heads} page {page}",
-                "narrow latent decode",
-                config,
-                dtype,
-            )
+            yield f"{narrow} {what}", narrow, latent_config(heads, page, 16, lse=lse), dtype
+        rows = 16 if heads <= 16 else 32
+        config = latent_config(heads, page, rows, lse=lse, coded=True)
+        yield f"{narrow} of codes {what}", narrow, config, dtype
 
 
 def reports(everything: bool) -> Iterator[dict[str, Any]]:

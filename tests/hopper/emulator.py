@@ -39,6 +39,7 @@ _TORCH = {
 }
 _NAMES = {dtype: name for name, dtype in _TORCH.items()}
 _FLOATS = ("fp16", "bf16", "fp32")
+_WORDS = {"int32": np.int32, "fp32": np.float32}
 
 
 class Value:
@@ -65,6 +66,9 @@ class Value:
         return types.SimpleNamespace(layout=None)
 
     def to(self, dtype: str, bitcast: bool = False) -> Value:
+        if bitcast and dtype in ("int32", "fp32"):
+            words = self.array.astype(_WORDS[self.dtype]).view(_WORDS[dtype])
+            return Value(words.astype(np.int64) if dtype == "int32" else words, dtype)
         if bitcast:
             assert dtype == "fp8e4nv"
             codes = torch.from_numpy(self.array.astype(np.uint8))
@@ -140,6 +144,9 @@ class Value:
 
     def __rshift__(self, other: Any) -> Value:
         return self._with(other, np.right_shift)
+
+    def __lshift__(self, other: Any) -> Value:
+        return self._with(other, np.left_shift)
 
     def __or__(self, other: Any) -> Value:
         return self._with(other, np.bitwise_or)
@@ -326,9 +333,10 @@ class Boxes:
 
     def matrices(self, dtype: str, shape: Sequence[int]) -> Shared:
         *lead, rows, columns = shape
-        if dtype != self.dtype:
-            assert (self.dtype, dtype) == ("uint8", "int16")
+        if (self.dtype, dtype) == ("uint8", "int16"):
             columns *= 2
+        elif dtype != self.dtype:  # Other numbers take their place.
+            assert {self.dtype, dtype} == {"bf16", "fp16"}
         assert np.prod(lead) * rows * columns == self.array.size
         strip = self.array.shape[-1]
         return Shared(self.array.reshape(*lead, columns // strip, rows, strip), dtype)
@@ -579,6 +587,8 @@ gl = types.SimpleNamespace(
         else Value(np.expand_dims(x.array, axis), x.dtype)
     ),
     convert_layout=lambda x, layout: x,
+    reshape=lambda x, shape: x.reshape(shape),
+    permute=lambda x, order: Value(x.array.transpose(order), x.dtype),
     max=_reduce(np.fmax.reduce),
     sum=_reduce(np.sum),
     allocate_shared_memory=_allocate,
@@ -654,6 +664,10 @@ def reinterpret(buffer: Boxes, dtype: str, shape: Sequence[int], layout: Any) ->
     return buffer.matrices(dtype, shape)
 
 
+def _float16_of_codes(codes: Value) -> Value:
+    return codes.to("int8").to("fp8e4nv", bitcast=True).to("fp16")
+
+
 def _named_barrier(x: Any, barrier_id: int, num_threads: int, waits: bool) -> None:
     program = _HERE.program
     with program.changed:
@@ -717,6 +731,11 @@ def _api() -> types.ModuleType:
         barrier=lambda: None,
         fade_rows=lambda acc, fade, num: acc * gl.expand_dims(fade, 1),
         fence_async_shared=lambda: None,
+        float16_of_codes=_float16_of_codes,
+        float16_of_pairs=lambda pairs: (
+            _float16_of_codes(pairs & 0xFF),
+            _float16_of_codes(pairs >> 8),
+        ),
         gl=gl,
         gluon=types.SimpleNamespace(jit=_jit, constexpr_function=_constexpr),
         mbarrier=mbarrier,

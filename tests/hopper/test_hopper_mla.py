@@ -19,6 +19,8 @@ from conftest import EmulatedHopperMLA, emulate
 DECODES = {"query_lens": (1, 2, 1, 8, 0, 3), "seq_lens": (700, 2, 129, 300, 0, 64)}
 """Whole tiles and cut ones, and drafts in their first pages."""
 
+CODED = {"kv_cache_dtype": "fp8"}
+
 CASES = {
     "128 heads": {"num_heads": 128, "query_lens": (1, 2), "seq_lens": (390, 2)},
     "96 heads": {"num_heads": 96, "block_size": 48, "query_lens": (1,), "seq_lens": (130,)},
@@ -26,6 +28,8 @@ CASES = {
     "8 heads": {"num_heads": 8, "block_size": 160},
     "narrow": {"num_heads": 4, "query_lens": (1, 2, 4, 0), "seq_lens": (700, 2, 129, 0)},
     "narrow, 16 heads": {"num_heads": 16, "query_lens": (1, 1), "seq_lens": (333, 5)},
+    "codes": {"num_heads": 8, "query_lens": (1, 2, 1, 0), "seq_lens": (700, 2, 129, 0), **CODED},
+    "codes, 40 heads": {"num_heads": 40, "query_lens": (1, 3), "seq_lens": (333, 5), **CODED},
 }
 
 
@@ -47,6 +51,9 @@ def _case(subject: MLASubject, name: str):  # type: ignore[no-untyped-def]
         ("narrow", 2),
         ("narrow", 40),
         ("narrow, 16 heads", 7),
+        ("codes", 2),
+        ("codes", 40),
+        ("codes, 40 heads", 7),
     ],
 )
 def test_decodes_are_right_in_few_pieces_and_in_many(
@@ -119,6 +126,12 @@ FAULTS = {
         "pass",
     ),
     "narrow: Q is overwritten early": ("latent_narrow", "(num_done & 1) ^ 1", "num_done & 1"),
+    "codes: scores stay multiplied": (
+        "latent_narrow",
+        "s = s * gl.expand_dims(inverse, 1)",
+        "pass",
+    ),
+    "codes: keys are not scaled": ("latent_narrow", "base_scale = log2_scale * out_scale", "pass"),
 }
 
 
@@ -134,7 +147,8 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, name: str) ->
 
     emulate(monkeypatch, edit)
     subject = MLASubject.of(EmulatedHopperMLA)
-    case = _case(subject, "narrow" if name.startswith("narrow") else "20 heads")
+    prefixes = ("narrow", "codes")
+    case = _case(subject, next((p for p in prefixes if name.startswith(p)), "20 heads"))
     with pytest.raises((LawBroken, AssertionError, TimeoutError, IndexError)):
         check_case(subject, case)
 
@@ -182,7 +196,9 @@ def _reasons(**fields: object) -> tuple[str, ...]:
     [
         ({}, None),
         ({"block_size": 8}, "block size 8"),
+        ({"kv_cache_dtype": "fp8"}, None),
         ({"kv_cache_dtype": "fp8_ds_mla"}, "fp8_ds_mla"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2"),
         ({"device_capability": DeviceCapability(10, 0)}, "sm_100"),
         ({"use_sparse": True}, "sparse"),
     ],

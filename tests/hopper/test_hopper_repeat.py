@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from attnkit import Attention, PagedKVCache, make_batch
+from attnkit import Attention, MLAAttention, PagedKVCache, make_batch
 from attnkit.backends.hopper.launch import Operands, States, decode_call, score_config
 from attnkit.backends.hopper.repeat import Repeats
 from attnkit.backends.hopper.tuning import decode_config
 from attnkit.backends.kernel_call import KernelCall
-from attnkit.contract import AttentionVariant
+from attnkit.contract import AttentionVariant, MLADimensions
 
 
 class Compiled:
@@ -167,5 +167,48 @@ def test_repeated_launches_compute_what_first_ones_do(kv_cache_dtype: str) -> No
         q, k, v = torch.randn(shape, dtype=torch.bfloat16, device=device).split([32, 8, 8], dim=1)
         out = layer(q, k, v, cache, layer.make_builder().build(0, batch))
         want = fresh(q, k, v, other, fresh.make_builder().build(0, batch))
+        assert torch.equal(out, want)
+        assert torch.equal(cache.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_repeated_launches_over_latents_compute_what_first_ones_do(
+    kv_cache_dtype: str, num_heads: int
+) -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs sm_90")
+    new = {"dtype": torch.bfloat16, "device": "cuda"}
+    projection = torch.nn.Linear(512, num_heads * 256, bias=False, **new)
+
+    def make() -> tuple[MLAAttention, torch.Tensor]:
+        layer = MLAAttention(
+            num_heads,
+            MLADimensions(
+                kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+            ),
+            projection,
+            192**-0.5,
+            backend="hopper_mla",
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=64,
+            **new,
+        )
+        layer.process_weights_after_loading(torch.bfloat16)
+        spec = {layer.layer_name: layer.get_kv_cache_spec()}
+        return layer, PagedKVCache(spec, 40, device="cuda")[layer.layer_name]
+
+    layer, cache = make()
+    for lens in ([5, 3, 4], [1, 1, 1], [3, 4, 1], [1, 1, 1]):
+        kv_lens = [n + 150 for n in lens]
+        tables = [[1 + 3 * i + j for j in range(3)] for i in range(3)]
+        batch = make_batch(lens, kv_lens, tables, 64, device="cuda")
+        fresh, other = make()
+        other.copy_(cache)
+        q = torch.randn(sum(lens), num_heads, 192, **new)
+        latents, rope = torch.randn(sum(lens), 576, **new).split([512, 64], dim=1)
+        out = layer(q, latents, rope, cache, layer.make_builder().build(0, batch))
+        want = fresh(q, latents, rope, other, fresh.make_builder().build(0, batch))
         assert torch.equal(out, want)
         assert torch.equal(cache.view(torch.uint8), other.view(torch.uint8))

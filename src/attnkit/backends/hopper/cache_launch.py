@@ -27,8 +27,8 @@ def write_call(
 
     Args:
         key: (at least T, num_kv_heads, head_size).
-        value: the same.
-        stored: the cache, keys and values (num_blocks, num_kv_heads, block_size, head_size), last stride
+        value: the same; its head size may be another.
+        stored: the cache, keys and values (num_blocks, num_kv_heads, block_size, head size), last stride
             1; with the layer's scales where it holds codes.
         slot_mapping: int64 or int32 (T,); -1 writes nothing.
     """
@@ -53,6 +53,7 @@ def write_call(
             **scale_arguments(stored.k_scale, stored.v_scale, key_cache),
             "NUM_KV_HEADS": key.shape[1],
             "HEAD_SIZE": key.shape[2],
+            "VALUE_SIZE": value.shape[2],
             "PAGE_SIZE": key_cache.shape[2],
             "BLOCK": _write_block(key),
             "CODED": stored.k_scale is not None,

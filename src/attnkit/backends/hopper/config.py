@@ -135,12 +135,17 @@ class LatentConfig(KernelConfig):
         head_size: columns of a latent, which are the output's too.
         rope_size: columns behind them, which scores have and values have not.
         head_tiles: row tiles that the heads of one token take.
-        tile_rows: of a row tile: tokens times `pack` of the heads; 64, or 16 for the narrow kernel.
+        tile_rows: of a row tile: tokens times `pack` of the heads; 64, in the narrow kernel 16 or 32.
     """
 
     rope_size: int
     head_tiles: int
     tile_rows: int
+
+    @property
+    def strip(self) -> int:
+        """Columns of a box: those behind a latent, of which it has eight times as many."""
+        return self.rope_size
 
     @property
     def plan_block_n(self) -> int:

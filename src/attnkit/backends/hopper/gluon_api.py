@@ -30,6 +30,8 @@ __all__ = [
     "barrier",
     "fade_rows",
     "fence_async_shared",
+    "float16_of_codes",
+    "float16_of_pairs",
     "gl",
     "gluon",
     "let_next_start",
@@ -138,6 +140,34 @@ def rounded_to_bfloat16(x):
     which runs at an eighth of the rate."""
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def float16_of_codes(codes):
+    """float8_e4m3fn codes as float16, exactly; bytes of which four stand side by side in a thread."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; mov.b32 {a, b}, $2;"
+        " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+        "=r,=r,r",
+        [codes],
+        dtype=gl.float16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def float16_of_pairs(pairs):
+    """Low and high bytes of int16 pairs of such codes, likewise: four codes in three instructions."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, $2, 0x3120; mov.b32 {a, b}, t;"
+        " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+        "=r,=r,r",
+        [pairs],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
     )
 
 

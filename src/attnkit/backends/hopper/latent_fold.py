@@ -13,7 +13,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit(
     do_not_specialize=["lse_stride_token"],
-    do_not_specialize_on_alignment=["share_ptr", "units_ptr"],
+    do_not_specialize_on_alignment=["share_ptr", "units_ptr", "k_scale_ptr"],
 )
 def fold_latents_kernel(
     share_ptr,
@@ -25,6 +25,7 @@ def fold_latents_kernel(
     out_stride_head,
     lse_ptr,
     lse_stride_token,
+    k_scale_ptr,
     log2_scale,
     GROUP_SIZE: tl.constexpr,
     PACK: tl.constexpr,
@@ -46,6 +47,10 @@ def fold_latents_kernel(
     first_program = tl.load(record + 4)
     if (unit >= num_units) | (num_splits == 1):
         return
+    out_scale = 1.0
+    if k_scale_ptr is not None:
+        out_scale = tl.load(k_scale_ptr)
+        log2_scale *= out_scale
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     live = row < num_tokens * PACK
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -78,7 +83,7 @@ def fold_latents_kernel(
         if tl.program_id(2) == 0:
             lse = (top * log2_scale + tl.log2(total)) * LN_2
             tl.store(lse_ptr + where * lse_stride_token + head, lse, mask=live)
-    out = acc / total[:, None]
+    out = acc * (out_scale / total)[:, None]
     where = where * out_stride_token + head * out_stride_head
     out = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + where[:, None] + column[None, :], out, mask=live[:, None])

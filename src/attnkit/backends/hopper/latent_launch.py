@@ -1,11 +1,13 @@
 """Launchers of the kernels over latents, beside `launch`.
 
-In: tensors of one layer and step. Out: frozen `KernelCall`s that write `output` and `lse`.
+In: tensors of one layer and step. Out: frozen `KernelCall`s that write `output` and `lse`. `*_changes`
+are what differs between steps (`repeat`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -26,11 +28,12 @@ class LatentOperands:
     Attributes:
         query: (T, H, 512), projected onto latents; strides are multiples of 16 bytes, 1 for the last.
         query_rope: (T, H, 64), likewise.
-        cache: (num_blocks, block_size, 576), likewise: a latent and its rope columns.
+        cache: (num_blocks, block_size, 576), likewise: a latent and its rope columns; or uint8 codes.
         output: (T, H, 512).
         lse: float32 (T, H); None: not wanted.
         block_table: int32 (R, W).
         scale: factor on q.k, above 0.
+        k_scale: float32 (1,), which latents and their rope columns count times; None: 1.
     """
 
     query: torch.Tensor
@@ -40,6 +43,7 @@ class LatentOperands:
     lse: torch.Tensor | None
     block_table: torch.Tensor
     scale: float
+    k_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,29 +75,25 @@ class LatentWork:
 def latent_decode_call(o: LatentOperands, work: LatentWork, config: LatentConfig) -> KernelCall:
     """The decode kernel of as many rows over a step's pieces."""
     num_blocks, block_size, width = o.cache.shape
+    is_narrow = config.tile_rows < 64
     return KernelCall(
-        kernel=latent_decode_kernel if config.tile_rows == 64 else latent_narrow_kernel,
-        grid=(work.acc.shape[0] // 2,),
+        kernel=latent_narrow_kernel if is_narrow else latent_decode_kernel,
+        grid=decode_grid(work),
         arguments={
+            **decode_changes(o, work),
             "q_desc": _query_descriptor(o.query, config),
             "q_rope_desc": _query_descriptor(o.query_rope, config),
             "c_desc": TensorDescriptor(
                 o.cache,
                 [num_blocks, 1, block_size, width],
                 [o.cache.stride(0), o.cache.stride(0), o.cache.stride(1), 1],
-                [1, 1, config.rows, 64],
-                gl.NVMMASharedLayout(128, 16, 4),
+                [1, 1, config.rows, config.strip],
+                gl.NVMMASharedLayout(
+                    config.strip * config.element_bytes, 8 * config.element_bytes, 4
+                ),
             ),
-            "share_ptr": work.share,
-            "pieces_ptr": work.pieces,
-            "table_ptr": o.block_table,
-            "table_stride": o.block_table.stride(0),
             "num_pages": num_blocks,
-            "states_ptr": work.acc,
-            "sums_ptr": work.sums,
-            **_results(o),
-            # Roles cannot be handed None.
-            "lse_ptr": o.output if o.lse is None else o.lse,
+            **_strides_and_scale(o),
             "CONFIG": config,
         },
         options=options_of(config),
@@ -101,42 +101,93 @@ def latent_decode_call(o: LatentOperands, work: LatentWork, config: LatentConfig
     )
 
 
+def decode_grid(work: LatentWork) -> tuple[int]:
+    """Programs of the decode kernel."""
+    return (work.acc.shape[0] // 2,)
+
+
+def decode_changes(o: LatentOperands, work: LatentWork) -> dict[str, Any]:
+    """Arguments of `latent_decode_call` that differ from one step to the next."""
+    changes = {
+        "q_desc": o.query,
+        "q_rope_desc": o.query_rope,
+        "share_ptr": work.share,
+        "pieces_ptr": work.pieces,
+        "table_ptr": o.block_table,
+        "table_stride": o.block_table.stride(0),
+        "states_ptr": work.acc,
+        "sums_ptr": work.sums,
+        "out_ptr": o.output,
+        # Roles cannot be handed None.
+        "lse_ptr": o.output if o.lse is None else o.lse,
+    }
+    if work.tile_rows < 64:
+        changes["k_scale_ptr"] = o.output if o.k_scale is None else o.k_scale
+    return changes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldShape:
+    """What a program of the fold kernel folds: so many rows and columns of so many states at once."""
+
+    rows: int
+    columns: int
+    splits: int
+
+    @classmethod
+    def of(cls, work: LatentWork, config: LatentConfig) -> FoldShape:
+        """For a step with so many units."""
+        # About so many states a unit has if all are alike; a thread has 64 numbers of them in flight.
+        num_programs, num_units = work.acc.shape[0] // 2, work.units.shape[0]
+        splits = min(64, triton.next_power_of_2(num_programs // max(1, num_units) + 2))
+        columns = min(config.head_size, 8192 // splits)
+        return cls(rows=8192 // splits // columns, columns=columns, splits=splits)
+
+    def grid(self, work: LatentWork) -> tuple[int, int, int]:
+        """Programs of the kernel."""
+        head_size = work.acc.shape[2]
+        return work.units.shape[0], -(-work.num_rows // self.rows), head_size // self.columns
+
+
 def fold_latents_call(o: LatentOperands, work: LatentWork, config: LatentConfig) -> KernelCall:
     """The fold kernel over the units of a step."""
-    num_units = work.units.shape[0]
-    # About so many states a unit has if all are alike; a thread has 64 numbers of them in flight.
-    num_programs = work.acc.shape[0] // 2
-    splits = min(64, triton.next_power_of_2(num_programs // max(1, num_units) + 2))
-    columns = min(config.head_size, 8192 // splits)
-    rows = 8192 // splits // columns
+    shape = FoldShape.of(work, config)
     return KernelCall(
         kernel=fold_latents_kernel,
-        grid=(num_units, -(-work.num_rows // rows), config.head_size // columns),
+        grid=shape.grid(work),
         arguments={
-            "share_ptr": work.share,
-            "units_ptr": work.units,
-            "states_ptr": work.acc,
-            "sums_ptr": work.sums,
-            **_results(o),
+            **fold_changes(o, work),
+            **_strides_and_scale(o),
             "GROUP_SIZE": config.group_size,
             "PACK": config.pack,
             "HEAD_SIZE": config.head_size,
             "TILE_ROWS": config.tile_rows,
-            "COLUMNS": columns,
-            "ROWS": rows,
-            "SPLITS": splits,
+            "COLUMNS": shape.columns,
+            "ROWS": shape.rows,
+            "SPLITS": shape.splits,
         },
         options={"num_warps": 4},
         device=o.query.device,
     )
 
 
-def _results(o: LatentOperands) -> dict[str, object]:
+def fold_changes(o: LatentOperands, work: LatentWork) -> dict[str, Any]:
+    """Arguments of `fold_latents_call` that differ from one step to the next of as many units."""
     return {
+        "share_ptr": work.share,
+        "units_ptr": work.units,
+        "states_ptr": work.acc,
+        "sums_ptr": work.sums,
         "out_ptr": o.output,
+        "lse_ptr": o.lse,
+        "k_scale_ptr": o.k_scale,
+    }
+
+
+def _strides_and_scale(o: LatentOperands) -> dict[str, Any]:
+    return {
         "out_stride_token": o.output.stride(0),
         "out_stride_head": o.output.stride(1),
-        "lse_ptr": o.lse,
         "lse_stride_token": 0 if o.lse is None else o.lse.stride(0),
         "log2_scale": o.scale * LOG2_E,
     }

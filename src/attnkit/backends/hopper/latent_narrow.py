@@ -1,9 +1,13 @@
-"""The narrow decode kernel over latents: up to 16 rows of queries, as fast as latents can be read.
+"""The narrow decode kernel over latents: 16 or 32 rows of queries, as fast as latents can be read.
 
 In and out: as `latent_decode`, whose row tiles have 64 rows. With a few heads and one query each most of
 those would be empty, and Q, copied with them, takes the place of latents that could be on their way.
 Here products are a warp's (mma.sync, 16 rows), and one warpgroup scores and accumulates whole rows,
 strip by strip of 64 columns, while one warp copies. Device code; `latent_launch` starts it.
+
+Latents may be float8 codes, which become float16 numbers in registers. Q becomes float16 too, each row
+times a power of two that its scores are divided by again: so a code costs half an instruction, where a
+bfloat16 number made of it would cost two.
 """
 
 # ruff: noqa: RUF005 (device code: tuples grow by +, and `if` on a constant stands alone)
@@ -13,6 +17,8 @@ strip by strip of 64 columns, while one warp copies. Device code; `latent_launch
 from attnkit.backends.hopper.gluon_api import (
     barrier,
     fence_async_shared,
+    float16_of_codes,
+    float16_of_pairs,
     gl,
     gluon,
     mbarrier,
@@ -86,10 +92,76 @@ def produce(
 
 
 @gluon.jit
+def make_float16(q_strips, q_numbers, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
+    """Put Q back as float16, each row times the power of two that brings its largest number to between
+    2 ** 14 and 2 ** 15. What that makes subnormal is below 2 ** -28 of the largest.
+
+    Returns:
+        what scores are multiplied by in turn, a slice of LAYOUT.
+    """
+    ROWS: gl.constexpr = CONFIG.tile_rows
+    STRIPS: gl.constexpr = CONFIG.row.head_size // 64
+    # A row is a warp's.
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    numbers = ()
+    most = gl.zeros([ROWS, 64], gl.float32, WHOLE)
+    for c in gl.static_range(STRIPS):
+        x = q_strips.index(c).load(WHOLE).to(gl.float32)
+        most = gl.maximum(most, gl.maximum(x, -x))
+        numbers = numbers + (x,)
+    exponent = gl.max(most, 1).to(gl.int32, bitcast=True) >> 23
+    exponent = gl.minimum(gl.maximum(268 - exponent, 1), 253)
+    factor = gl.expand_dims((exponent << 23).to(gl.float32, bitcast=True), 1)
+    barrier()
+    for c in gl.static_range(STRIPS):
+        x = gl.reshape((numbers[c] * factor).to(gl.float16), [ROWS, 2, 2, 4, 2, 2])
+        x = gl.reshape(gl.permute(x, [0, 1, 4, 2, 3, 5]), [ROWS, 64])
+        q_numbers.index(c).store(x)
+    fence_async_shared()
+    barrier()
+    inverse = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
+    return gl.convert_layout(inverse, gl.SliceLayout(1, LAYOUT))
+
+
+@gluon.jit
+def multiply_keys(q_strips, k_strips, slot, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
+    """q.k of one tile, raw."""
+    CODED: gl.constexpr = CONFIG.element_bytes == 1
+    STRIPS: gl.constexpr = CONFIG.row.head_size // 64
+    # Of codes four, that is 32 bits, stand side by side in a thread; Q likewise.
+    WIDTH: gl.constexpr = 4 if CODED else 2
+    # Several sums, so that a product need not wait for the one before it.
+    SUMS: gl.constexpr = 3 if CONFIG.tile_rows == 16 else 1
+    ROWS: gl.constexpr = CONFIG.tile_rows
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    parts = ()
+    for _ in gl.static_range(SUMS):
+        parts = parts + (gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT),)
+    for c in gl.static_range(STRIPS):
+        k = k_strips.index(slot * STRIPS + c).permute((1, 0))
+        k = k.load(gl.DotOperandLayout(1, LAYOUT, WIDTH))
+        if CODED:
+            k = float16_of_codes(k)
+        q = q_strips.index(c).load(gl.DotOperandLayout(0, LAYOUT, 2))
+        if CODED:
+            q = gl.reshape(q, [ROWS, 2, 2, 2, 4, 2])
+            q = gl.reshape(gl.permute(q, [0, 1, 3, 4, 2, 5]), [ROWS, 64])
+            q = gl.convert_layout(q, gl.DotOperandLayout(0, LAYOUT, WIDTH))
+        parts = parts[1:] + (mma_v2(q, k, parts[0]),)
+    s = parts[0]
+    for i in gl.static_range(1, SUMS):
+        s = s + parts[i]
+    return s
+
+
+@gluon.jit
 def consume(
     CONFIG: gl.constexpr,
     q_strips,
-    strips,
+    q_numbers,
+    k_strips,
+    v_strips,
+    p_tile,
     boxes,
     q_full,
     q_empty,
@@ -104,6 +176,7 @@ def consume(
     out_stride_head,
     lse_ptr,
     lse_stride_token,
+    k_scale_ptr,
     log2_scale,
 ):
     """The warpgroup that attends. Each warp scores a quarter of a tile's keys and accumulates a quarter
@@ -113,12 +186,23 @@ def consume(
     ROW: gl.constexpr = CONFIG.row
     STRIPS: gl.constexpr = ROW.head_size // 64
     LATENT_STRIPS: gl.constexpr = CONFIG.head_size // 64
+    CODED: gl.constexpr = CONFIG.element_bytes == 1
+    # A load that transposes has elements of 16 bits: codes come in pairs, and the even and the odd
+    # columns of a strip are accumulated apart.
+    PARTS: gl.constexpr = 2 if CODED else 1
+    COLUMNS: gl.constexpr = 64 // PARTS
     # Of scores (columns are keys) and of a strip of the output alike.
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     B_LAYOUT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    P_TYPE: gl.constexpr = gl.float16 if CODED else q_strips.dtype
     row = gl.arange(0, ROWS, ROW_LAYOUT)
+    base_scale = log2_scale
+    out_scale = log2_scale
+    if CONFIG.scaled:
+        out_scale = gl.load(k_scale_ptr)
+        base_scale = log2_scale * out_scale
     at, end, record = my_share(share_ptr, CONFIG.head_tiles)
     step = 0
     num_done = 0
@@ -133,36 +217,41 @@ def consume(
         # A row is spread over warps: its weights are added up column by column until the end.
         total = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
         accs = ()
-        for _ in gl.static_range(LATENT_STRIPS):
-            accs = accs + (gl.zeros([ROWS, 64], gl.float32, LAYOUT),)
+        for _ in gl.static_range(LATENT_STRIPS * PARTS):
+            accs = accs + (gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT),)
         mbarrier.wait(q_full, num_done & 1)
+        if CODED:
+            inverse = make_float16(q_strips, q_numbers, LAYOUT, CONFIG)
         for n in range(0, num_tiles):
             tile = first_tile + n
             slot = step % CONFIG.stages
             free_before(step, empty, n > 0, CONFIG)
             mbarrier.wait(full.index(slot), (step // CONFIG.stages) & 1)
-            # Three sums, so that a product need not wait for the one before it.
-            parts = ()
-            for _ in gl.static_range(3):
-                parts = parts + (gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT),)
-            for c in gl.static_range(STRIPS):
-                k = strips.index(slot * STRIPS + c).permute((1, 0)).load(B_LAYOUT)
-                q = q_strips.index(c).load(A_LAYOUT)
-                parts = (parts[1], parts[2], mma_v2(q, k, parts[0]))
-            s = parts[0] + parts[1] + parts[2]
+            if CODED:
+                s = multiply_keys(q_numbers, k_strips, slot, LAYOUT, CONFIG)
+                s = s * gl.expand_dims(inverse, 1)
+            else:
+                s = multiply_keys(q_strips, k_strips, slot, LAYOUT, CONFIG)
             if n == num_tiles - 1:
                 mbarrier.arrive(q_empty, count=1)
             if tile * BLOCK_N + BLOCK_N > end_whole:
                 s = mask_scores(s, tile, sight, LAYOUT, CONFIG)
-            weights, fade, top = online_softmax(s, top, log2_scale, True)
+            weights, fade, top = online_softmax(s, top, base_scale, True)
             fade = gl.expand_dims(fade, 1)
             total = total * fade + weights
-            p = gl.convert_layout(weights.to(q_strips.dtype), A_LAYOUT)
+            p_tile.store(weights.to(P_TYPE))
+            barrier()
+            p = p_tile.load(A_LAYOUT)
             zero_past_end(boxes, slot, tile, num_keys, ROW)
             sums = ()
             for c in gl.static_range(LATENT_STRIPS):
-                v = strips.index(slot * STRIPS + c).load(B_LAYOUT)
-                sums = sums + (mma_v2(p, v, accs[c] * fade),)
+                v = v_strips.index(slot * STRIPS + c).load(B_LAYOUT)
+                if CODED:
+                    even, odd = float16_of_pairs(v)
+                    sums = sums + (mma_v2(p, even, accs[2 * c] * fade),)
+                    sums = sums + (mma_v2(p, odd, accs[2 * c + 1] * fade),)
+                else:
+                    sums = sums + (mma_v2(p, v, accs[c] * fade),)
             accs = sums
             step += 1
 
@@ -170,42 +259,43 @@ def consume(
         total = gl.sum(total, 1)
         split, num_splits, first_program = read_split(record)
         unit = read_unit(record)
-        column = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
-        for c in gl.static_range(LATENT_STRIPS):
+        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)) * PARTS
+        for i in gl.static_range(LATENT_STRIPS * PARTS):
+            columns = column + (i // PARTS * 64 + i % PARTS)
             if num_splits == 1:
                 store_out(
                     CONFIG,
-                    accs[c],
+                    accs[i],
                     top,
                     total,
                     row,
-                    column + c * 64,
+                    columns,
                     token,
                     head_tile,
                     num_tokens,
-                    log2_scale,
-                    log2_scale,
+                    base_scale,
+                    out_scale,
                     out_ptr,
                     out_stride_token,
                     out_stride_head,
                     lse_ptr,
                     lse_stride_token,
                     out_ptr,
-                    c == 0,
+                    i == 0,
                 )
             else:
                 store_state(
                     CONFIG,
-                    accs[c],
+                    accs[i],
                     top,
                     total,
                     row,
-                    column + c * 64,
+                    columns,
                     row < num_tokens * CONFIG.pack,
                     place_of_state(split, first_program),
                     states_ptr,
                     sums_ptr,
-                    c == 0,
+                    i == 0,
                 )
         at += num_tiles
         record = pieces_ptr + (gl.program_id(0) + unit + 1) * 16
@@ -214,7 +304,7 @@ def consume(
 
 @gluon.jit(
     do_not_specialize=["num_pages", "table_stride", "lse_stride_token"],
-    do_not_specialize_on_alignment=["share_ptr", "pieces_ptr", "table_ptr"],
+    do_not_specialize_on_alignment=["share_ptr", "pieces_ptr", "table_ptr", "k_scale_ptr"],
 )
 def latent_narrow_kernel(
     q_desc,
@@ -232,6 +322,7 @@ def latent_narrow_kernel(
     out_stride_head,
     lse_ptr,
     lse_stride_token,
+    k_scale_ptr,
     log2_scale,
     CONFIG: gl.constexpr,
 ):
@@ -244,12 +335,23 @@ def latent_narrow_kernel(
     STRIPS: gl.constexpr = (CONFIG.head_size + CONFIG.rope_size) // 64
     BOXES: gl.constexpr = STAGES * STRIPS * (BLOCK_N // ROWS)
     TILE_ROWS: gl.constexpr = CONFIG.tile_rows
+    CODED: gl.constexpr = CONFIG.element_bytes == 1
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    K_MATRIX: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2) if CODED else MATRIX
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     Q_SHAPE: gl.constexpr = [STRIPS, TILE_ROWS // PACK, 1, PACK, 64]
     q_boxes = gl.allocate_shared_memory(DTYPE, Q_SHAPE, q_desc.layout)
-    boxes = gl.allocate_shared_memory(DTYPE, [BOXES, 1, 1, ROWS, 64], c_desc.layout)
+    boxes = gl.allocate_shared_memory(c_desc.dtype, [BOXES, 1, 1, ROWS, 64], c_desc.layout)
     q_strips = reinterpret(q_boxes, DTYPE, [STRIPS, TILE_ROWS, 64], MATRIX)
-    strips = reinterpret(boxes, DTYPE, [STAGES * STRIPS, BLOCK_N, 64], MATRIX)
+    q_numbers = q_strips
+    k_strips = reinterpret(boxes, c_desc.dtype, [STAGES * STRIPS, BLOCK_N, 64], K_MATRIX)
+    v_strips = k_strips
+    if CODED:
+        q_numbers = reinterpret(q_boxes, gl.float16, [STRIPS, TILE_ROWS, 64], MATRIX)
+        v_strips = reinterpret(boxes, gl.int16, [STAGES * STRIPS, BLOCK_N, 32], PAIRS)
+    P_TYPE: gl.constexpr = gl.float16 if CODED else DTYPE
+    WEIGHTS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    p_tile = gl.allocate_shared_memory(P_TYPE, [TILE_ROWS, BLOCK_N], WEIGHTS)
 
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -264,9 +366,21 @@ def latent_narrow_kernel(
     fence_async_shared()
     barrier()
 
-    consumer = (q_strips, strips, boxes, q_full, q_empty, full, empty, share_ptr, pieces_ptr)
-    consumer = consumer + (states_ptr, sums_ptr, out_ptr, out_stride_token, out_stride_head)
-    consumer = consumer + (lse_ptr, lse_stride_token, log2_scale)
+    consumer = (
+        q_strips,
+        q_numbers,
+        k_strips,
+        v_strips,
+        p_tile,
+        boxes,
+        q_full,
+        q_empty,
+        full,
+        empty,
+    )
+    consumer = consumer + (share_ptr, pieces_ptr, states_ptr, sums_ptr)
+    consumer = consumer + (out_ptr, out_stride_token, out_stride_head)
+    consumer = consumer + (lse_ptr, lse_stride_token, k_scale_ptr, log2_scale)
     producer = (c_desc, boxes, full, empty, q_desc, q_rope_desc, q_boxes, q_full, q_empty)
     producer = producer + (share_ptr, pieces_ptr, table_ptr, table_stride, num_pages)
     gl.warp_specialize(

@@ -1,20 +1,23 @@
 """HopperMLABackend: attention over latents on sm_90 in Gluon, as fast as its products or its memory.
 
-In: a `HopperMLAMetadata`, one layer's tensors and its latent cache. Out: attention. Decodes run in
-`latent_decode`, prompts in `prefill` where their heads have a size that it takes, else in the portable
-kernel; rows are written by a portable one. Importing this needs neither Triton nor a GPU.
+In: a `HopperMLAMetadata`, one layer's tensors and its latent cache, numbers or float8 codes. Out:
+attention. Decodes run in `latent_decode` and `latent_narrow`, prompts in `prefill` where their heads
+have a size that it takes, else in the portable kernel. Launches are repeated from step to step
+(`repeat`). Importing this needs neither Triton nor a GPU.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from attnkit.backends.hopper.mla_plan import HopperMLAMetadata, HopperMLAMetadataBuilder
 from attnkit.backends.hopper.mla_prefill import HopperMLAPrefill
 from attnkit.backends.hopper.sm90 import Sm90Backend
-from attnkit.backends.hopper.tuning import LATENT_SIZES, latent_config
+from attnkit.backends.hopper.tuning import CACHE_DTYPES, LATENT_SIZES, latent_config
+from attnkit.backends.stored import Stored
 from attnkit.backends.triton.mla import TritonMLAImpl
 from attnkit.contract import (
     AttentionBackend,
@@ -22,13 +25,19 @@ from attnkit.contract import (
     MLADimensions,
 )
 from attnkit.errors import CacheError
+from attnkit.kvcache.formats import layer_scale
 from attnkit.mla.prefill_backend import MLAPrefillBackend
+
+if TYPE_CHECKING:
+    from attnkit.backends.hopper.repeat import Repeats
+    from attnkit.backends.kernel_call import KernelCall
 
 
 class HopperMLABackend(Sm90Backend):
-    """Latents of 512 columns with 64 for rope (DeepSeek-V2, -V3, Kimi) on Hopper GPUs, 16-bit."""
+    """Latents of 512 columns with 64 for rope (DeepSeek-V2, -V3, Kimi) on Hopper GPUs, 16-bit;
+    cached as they are or as float8 codes with one scale."""
 
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
 
     @staticmethod
     def get_name() -> str:
@@ -88,18 +97,13 @@ class HopperMLAImpl(TritonMLAImpl):
         """
         # Here, so that the class can be asked questions where Triton is not installed.
         from attnkit.backends.hopper import latent_launch, launch
+        from attnkit.backends.hopper.repeat import kind_of
 
         plan = attn_metadata.decode
         assert plan is not None, "a batch without decodes has no rows to serve"
-        latent = self.layer.dimensions.kv_lora_rank
+        latent, coded = self.layer.dimensions.kv_lora_rank, self._is_coded
         query, rope = q if isinstance(q, tuple) else (q[..., :latent], q[..., latent:])
-        cache = kv_c_and_k_pe_cache
-        launch.check_strides("kv_cache", cache, CacheError)
-        if cache.dtype != query.dtype:
-            raise CacheError(
-                f"kv_cache is {cache.dtype}, query is {query.dtype}; the hopper_mla backend reads "
-                "latents of the query's dtype"
-            )
+        cache = self._elements(kv_c_and_k_pe_cache, query.dtype)
         scale = self.scale
         if scale <= 0:  # The kernel applies it after the maximum.
             query, rope, scale = query * scale, rope * scale, 1.0
@@ -118,10 +122,96 @@ class HopperMLAImpl(TritonMLAImpl):
             lse=lse,
             block_table=plan.block_table,
             scale=scale,
+            k_scale=layer_scale("k_scale", layer._k_scale, 1) if coded else None,
         )
-        work = attn_metadata.work(self.num_heads)
-        page_size = cache.shape[1]
-        config = latent_config(self.num_heads, page_size, work.tile_rows, lse=lse is not None)
-        latent_launch.latent_decode_call(operands, work, config).launch()
-        latent_launch.fold_latents_call(operands, work, config).launch()
+        work = attn_metadata.work(self.num_heads, coded)
+        config = latent_config(
+            self.num_heads, cache.shape[1], work.tile_rows, lse=lse is not None, coded=coded
+        )
+        fold = latent_launch.FoldShape.of(work, config)
+        kind = (kind_of(query, rope, output), plan.block_table.dtype, config)
+        self._repeats.launch(
+            ("decode", *kind),
+            cache,
+            latent_launch.decode_grid(work),
+            latent_launch.decode_changes(operands, work),
+            lambda: latent_launch.latent_decode_call(operands, work, config),
+        )
+        self._repeats.launch(
+            ("fold", fold, *kind),
+            cache,
+            fold.grid(work),
+            latent_launch.fold_changes(operands, work),
+            lambda: latent_launch.fold_latents_call(operands, work, config),
+        )
         return output, lse
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        if kv_cache.numel() == 0:
+            return
+        from attnkit.backends.hopper.cache_launch import write_call, write_changes, write_grid
+        from attnkit.backends.hopper.repeat import kind_of
+
+        rows = (kv_c_normed[:, None], k_pe)
+        latent, rope = (x if x.stride(-1) == 1 else x.contiguous() for x in rows)
+        slots = slot_mapping.flatten()
+
+        def call() -> KernelCall:
+            stored = Stored.of(
+                kv_cache[:, None],
+                self.layer.cache_format,
+                latent.shape[-1],
+                rope.shape[-1],
+                k_scale,
+                k_scale,
+                has_e4m3=False,  # Codes as bytes: the copy engine has no float8.
+            )
+            return write_call(latent, rope, stored, slots)
+
+        if self._is_coded:  # A repeated launch would keep the scale's address.
+            call().launch()
+            return
+        self._repeats.launch(
+            ("write", kind_of(latent, rope), slots.dtype),
+            kv_cache,
+            write_grid(latent, slots),
+            write_changes(latent, rope, slots),
+            call,
+        )
+
+    def _elements(self, cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The cache as the copy engine reads it, codes as bytes.
+
+        Raises:
+            CacheError: it cannot, or these are neither codes nor numbers of `dtype`.
+        """
+        from attnkit.backends.hopper.launch import check_strides
+
+        is_stored_so = cache.element_size() == 1 if self._is_coded else cache.dtype == dtype
+        if not is_stored_so:
+            raise CacheError(
+                f"kv_cache is {cache.dtype}, query is {dtype}; the hopper_mla backend reads "
+                f"{'codes of a byte' if self._is_coded else dtype} for "
+                f"kv_cache_dtype={self.layer.kv_cache_dtype!r}"
+            )
+        cache = cache.view(torch.uint8) if self._is_coded else cache
+        check_strides("kv_cache", cache, CacheError)
+        return cache
+
+    @functools.cached_property
+    def _is_coded(self) -> bool:
+        return self.layer.cache_format.reads_layer_scales
+
+    @functools.cached_property
+    def _repeats(self) -> Repeats:
+        from attnkit.backends.hopper.repeat import Repeats
+
+        return Repeats()

@@ -14,7 +14,6 @@ import torch
 from attnkit.backends.hopper.plan import num_sms_of
 from attnkit.backends.hopper.tuning import (
     MAX_LATENT_QUERY_LEN,
-    head_tiles,
     latent_config,
     latent_rows,
 )
@@ -31,34 +30,35 @@ class LatentPlanner:
     """Shares out decodes, in memory that stays where it is for captured graphs.
 
     Attributes:
-        num_heads: of layers that have asked so far.
+        layers: number of heads, and whether latents are codes, of layers that have asked so far.
     """
 
     def __init__(self, device: torch.device, max_num_reqs: int, block_size: int) -> None:
-        self.num_heads: set[int] = set()
+        self.layers: set[tuple[int, bool]] = set()
         self._device = device
         self._max_num_reqs = max_num_reqs
         self._block_size = block_size
         self._num_programs = num_sms_of(device)
-        self._works: dict[tuple[int, int], Any] = {}
+        self._works: dict[tuple[int, int, bool], Any] = {}
 
-    def plan(self, part: DecodePart, num_heads: int) -> Any:
+    def plan(self, part: DecodePart, num_heads: int, coded: bool) -> Any:
         """A `latent_launch.LatentWork`; launches, and never waits for the device."""
         from attnkit.backends.hopper.latent_launch import LatentWork
         from attnkit.backends.hopper.launch import Lengths, share_decodes_call
 
-        self.num_heads.add(num_heads)
-        tile_rows = latent_rows(num_heads, part.max_query_len)
-        config = latent_config(num_heads, self._block_size, tile_rows, lse=False)
+        self.layers.add((num_heads, coded))
+        tile_rows = latent_rows(num_heads, part.max_query_len, coded=coded)
+        config = latent_config(num_heads, self._block_size, tile_rows, lse=False, coded=coded)
         tokens = tile_rows // config.pack
         num_reqs = part.seq_lens.shape[0]
-        per_request = -(-part.max_query_len // tokens) * head_tiles(num_heads)
+        per_request = -(-part.max_query_len // tokens) * config.head_tiles
         num_units = num_reqs * per_request
         room = max(num_reqs, self._max_num_reqs) * per_request
-        work = self._works.get((num_heads, tile_rows))
+        key = (num_heads, tile_rows, coded)
+        work = self._works.get(key)
         if work is None or work.units.shape[0] < room:
             num = self._num_programs
-            work = self._works[num_heads, tile_rows] = LatentWork(
+            work = self._works[key] = LatentWork(
                 share=self._empty(16 + 16 * num),
                 pieces=self._empty(num + room, 16),
                 units=self._empty(room, 8),
@@ -75,7 +75,7 @@ class LatentPlanner:
                 causal=True,
                 window=None,
             ),
-            head_tiles(num_heads),
+            config.head_tiles,
             self._num_programs,
             part.max_query_len,
             config,
@@ -98,20 +98,21 @@ class HopperMLAMetadata(MLAMetadata):
 
     Attributes:
         planner: the builder's.
-        works: made so far, by number of heads.
+        works: made so far, by number of heads and whether latents are codes.
         is_captured: launched into a graph, which other lengths will be replayed with.
     """
 
     planner: LatentPlanner
-    works: dict[int, Any] = field(default_factory=dict)
+    works: dict[tuple[int, bool], Any] = field(default_factory=dict)
     is_captured: bool = False
 
-    def work(self, num_heads: int) -> Any:
-        """The decodes' `latent_launch.LatentWork` for layers of so many heads."""
-        work = self.works.get(num_heads)
+    def work(self, num_heads: int, coded: bool) -> Any:
+        """The decodes' `latent_launch.LatentWork` for layers of so many heads over such latents."""
+        work = self.works.get((num_heads, coded))
         if work is None:
             assert self.decode is not None, "a batch without decodes has no work"
-            work = self.works[num_heads] = self.planner.plan(self.decode, num_heads)
+            work = self.planner.plan(self.decode, num_heads, coded)
+            self.works[num_heads, coded] = work
         return work
 
 
@@ -144,8 +145,8 @@ class HopperMLAMetadataBuilder(MLAMetadataBuilder):
         plan = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = HopperMLAMetadata(**vars(plan), planner=self._planner)
         if metadata.decode is not None:
-            for num_heads in self._planner.num_heads:
-                metadata.work(num_heads)
+            for layer in self._planner.layers:
+                metadata.work(*layer)
         return metadata
 
     def build_for_cudagraph_capture(

@@ -187,39 +187,48 @@ LATENT_SPARE = 6
 read as three K/V tiles."""
 
 
-def latent_rows(num_heads: int, query_len: int) -> int:
-    """Rows of a row tile over latents, for decodes of up to `query_len` queries."""
-    return 16 if query_len << (num_heads - 1).bit_length() <= 16 else 64
+def latent_rows(num_heads: int, query_len: int, *, coded: bool = False) -> int:
+    """Rows of a row tile over latents, for decodes of up to `query_len` queries.
+
+    Codes become numbers in the registers of a warp, so there are no products of a warpgroup; 32 rows
+    are what those hold accumulators for.
+    """
+    narrow = query_len << (num_heads - 1).bit_length() <= 16
+    return 16 if narrow else 32 if coded else 64
 
 
-def head_tiles(num_heads: int) -> int:
-    """Row tiles that the heads of one token take, all of as many heads, at most 64."""
-    least = -(-num_heads // 64)
+def head_tiles(num_heads: int, *, coded: bool = False) -> int:
+    """Row tiles that the heads of one token take, all of as many heads, at most 64 (32 of codes)."""
+    least = -(-num_heads // (32 if coded else 64))
     return next(n for n in range(least, num_heads + 1) if num_heads % n == 0)
 
 
 @functools.cache
-def latent_config(num_heads: int, page_size: int, tile_rows: int, *, lse: bool) -> LatentConfig:
+def latent_config(
+    num_heads: int, page_size: int, tile_rows: int, *, lse: bool, coded: bool = False
+) -> LatentConfig:
     """Constants of the decode kernels over latents.
 
-    Two blocks of 64 keys take 144 KiB of shared memory, and Q 72 KiB where it has 64 rows.
+    Two blocks of 64 keys take 144 KiB of shared memory, and Q 72 KiB where it has 64 rows. Of codes so
+    do two of 128, for which Q is read half as often.
     """
-    group_size = num_heads // head_tiles(num_heads)
+    num_tiles = head_tiles(num_heads, coded=coded)
+    group_size = num_heads // num_tiles
     wide = tile_rows == 64
-    block_n = 64
+    block_n = 128 if coded and tile_rows == 16 else 64
     return LatentConfig(
         score=ScoreConfig(lse=lse),
         head_size=512,
         rope_size=64,
-        head_tiles=head_tiles(num_heads),
+        head_tiles=num_tiles,
         group_size=group_size,
         pack=1 << (group_size - 1).bit_length(),
         page_size=page_size,
-        element_bytes=2,
-        scaled=False,
+        element_bytes=1 if coded else 2,
+        scaled=coded,
         block_n=block_n,
         rows=math.gcd(page_size, block_n),
-        stages=2,
+        stages=4 if coded and block_n == 64 else 2,
         maxnreg=168 if wide else 144,
         consumer_registers=240 if wide else 248,
         producer_registers=24 if wide else 40,

@@ -49,6 +49,7 @@ def write_kernel(
     scale_stride,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     CODED: tl.constexpr,
@@ -64,14 +65,16 @@ def write_kernel(
     page = slot // PAGE_SIZE
     row = slot % PAGE_SIZE
     columns = tl.arange(0, HEAD_SIZE)[None, :]
+    value_columns = tl.arange(0, VALUE_SIZE)[None, :]
 
     source = (token * key_stride_token + head * key_stride_head)[:, None] + columns
     place = (page * k_stride_page + row * k_stride_row + head * k_stride_head)[:, None] + columns
     key = tl.load(key_ptr + source, mask=written, other=0.0)
-    source = (token * value_stride_token + head * value_stride_head)[:, None] + columns
+    source = (token * value_stride_token + head * value_stride_head)[:, None] + value_columns
     value = tl.load(value_ptr + source, mask=written, other=0.0)
     key = stored_numbers(key, k_scale_ptr, head, scale_stride, CODED)
     value = stored_numbers(value, v_scale_ptr, head, scale_stride, CODED)
     tl.store(k_ptr + place, key, mask=written)
-    place = (page * v_stride_page + row * v_stride_row + head * v_stride_head)[:, None] + columns
+    place = page * v_stride_page + row * v_stride_row + head * v_stride_head
+    place = place[:, None] + value_columns
     tl.store(v_ptr + place, value, mask=written)
