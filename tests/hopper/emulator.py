@@ -494,7 +494,7 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 
 
 def _atomic_add(pointer: Pointer, value: Any, sem: str, scope: str) -> Value:
-    assert sem in ("acq_rel", "relaxed")
+    assert sem == "acq_rel"
     assert scope == "gpu"
     with _ATOMIC:
         before = _load(pointer)

@@ -117,7 +117,7 @@ class DecodeConfig(KernelConfig):
         tile_rows: of a row tile: 64 for products of a warpgroup (wgmma), 16 for products of a warp.
         q_in_registers: Q is read out of shared memory at once, so that the next piece's can follow after
             the first product.
-        levels: 1: each program has one share; 4: there are small ones too, for whoever is done first.
+        levels: shares come in 1 size, or in 3, from large to small.
         beside: it starts while the prefill kernel before it runs, and ends after it.
     """
 

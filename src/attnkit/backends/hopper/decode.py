@@ -13,8 +13,8 @@ last.
 One warp copies K and Q, one copies V, one warpgroup attends. The copies run ahead over the borders
 between pieces, so memory is never idle.
 
-Multiprocessors do not read equally fast. So some of the work is kept back, in small shares that programs
-take when they are done with their own.
+Multiprocessors do not read equally fast. So the programs that run from the start leave some of the work
+to two more each, with small shares, which follow wherever one is over.
 """
 
 # ruff: noqa: RUF005, SIM102 (device code: tuples grow by +, and `if` on a constant stands alone)
@@ -34,13 +34,7 @@ from attnkit.backends.hopper.gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from attnkit.backends.hopper.pieces import (
-    next_share,
-    read_piece,
-    read_share,
-    read_split,
-    read_unit,
-)
+from attnkit.backends.hopper.pieces import my_share, read_piece, read_split, read_unit
 from attnkit.backends.hopper.states import merge_unit, place_of_state, store_out, store_state
 from attnkit.backends.hopper.tile import (
     copy_tile,
@@ -122,10 +116,6 @@ def produce(
     q_buffer,
     q_full,
     q_empty,
-    claims,
-    claim_full,
-    claim_empty,
-    claims_ptr,
     share_ptr,
     pieces_ptr,
     table_ptr,
@@ -136,11 +126,9 @@ def produce(
     """One warp that feeds K (and Q) or V. Pages are looked up two tiles ahead, since the first tiles of
     a launch are copied as fast as they are found."""
     STRIPS: gl.constexpr = CONFIG.head_size // 64
-    share = gl.program_id(0)
-    at, end, record = read_share(share_ptr, share, CONFIG.levels)
+    at, end, record = my_share(share_ptr, 1, CONFIG.levels)
     step = 0
     num_done = 0
-    num_claims = 0
     while at < end:
         request, token, kv_head, num_tokens, position, reach, num_keys, first_tile, num_tiles = (
             read_piece(record)
@@ -168,22 +156,8 @@ def produce(
                         tma_load(q_desc, [token, kv_head, 0, c * 64], q_full, q_buffer.index(c))
             step += 1
         at += num_tiles
-        record = pieces_ptr + (share + unit + 1) * 16
+        record = pieces_ptr + (gl.program_id(0) + unit + 1) * 16
         num_done += 1
-        if CONFIG.levels > 1:
-            if at >= end:
-                share = next_share(
-                    LOADS_Q,
-                    1,
-                    num_claims,
-                    claims,
-                    claim_full,
-                    claim_empty,
-                    claims_ptr,
-                    share_ptr,
-                )
-                num_claims += 1
-                at, end, record = read_share(share_ptr, share, CONFIG.levels)
 
 
 @gluon.jit
@@ -198,10 +172,6 @@ def consume(
     k_full,
     v_full,
     empty,
-    claims,
-    claim_full,
-    claim_empty,
-    claims_ptr,
     share_ptr,
     pieces_ptr,
     states_ptr,
@@ -240,11 +210,9 @@ def consume(
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, ACC_LAYOUT)
     row = gl.arange(0, TILE_ROWS, ROW_LAYOUT)
     row_token = row // CONFIG.pack
-    share = gl.program_id(0)
-    at, end, record = read_share(share_ptr, share, CONFIG.levels)
+    at, end, record = my_share(share_ptr, 1, CONFIG.levels)
     step = 0
     num_done = 0
-    num_claims = 0
     while at < end:
         _, token, kv_head, num_tokens, position, reach, num_keys, first_tile, num_tiles = (
             read_piece(record)
@@ -387,22 +355,8 @@ def consume(
                 sinks_ptr,
             )
         at += num_tiles
-        record = pieces_ptr + (share + unit + 1) * 16
+        record = pieces_ptr + (gl.program_id(0) + unit + 1) * 16
         num_done += 1
-        if CONFIG.levels > 1:
-            if at >= end:
-                share = next_share(
-                    False,
-                    4,
-                    num_claims,
-                    claims,
-                    claim_full,
-                    claim_empty,
-                    claims_ptr,
-                    share_ptr,
-                )
-                num_claims += 1
-                at, end, record = read_share(share_ptr, share, CONFIG.levels)
 
 
 @gluon.jit(
@@ -429,7 +383,6 @@ def decode_kernel(
     sums_ptr,
     counters_ptr,
     num_states,
-    claims_ptr,
     out_ptr,
     out_stride_token,
     out_stride_head,
@@ -478,15 +431,8 @@ def decode_kernel(
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    claims = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    claim_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    claim_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=1)
-    for s in gl.static_range(2):
-        mbarrier.init(claim_full.index(s), count=1)
-        # V's role and the consumer.
-        mbarrier.init(claim_empty.index(s), count=2)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(v_full.index(s), count=1)
@@ -505,13 +451,12 @@ def decode_kernel(
         v_full,
         empty,
     )
-    shares = (claims, claim_full, claim_empty, claims_ptr, share_ptr, pieces_ptr)
-    consumer = consumer + shares + (states_ptr, sums_ptr, counters_ptr, num_states)
+    consumer = consumer + (share_ptr, pieces_ptr, states_ptr, sums_ptr, counters_ptr, num_states)
     consumer = consumer + (out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride_token)
     consumer = consumer + (slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, scale_stride)
     consumer = consumer + (window, log2_scale, score_factor, cap_log2)
-    pieces = (q_desc, q_boxes, q_full, q_empty) + shares
-    pieces = pieces + (table_ptr, table_stride, num_pages, window)
+    pieces = (q_desc, q_boxes, q_full, q_empty, share_ptr, pieces_ptr, table_ptr, table_stride)
+    pieces = pieces + (num_pages, window)
     keys = (k_desc, k_boxes, k_full, empty) + pieces
     values = (v_desc, v_boxes, v_full, empty) + pieces
     REGISTERS: gl.constexpr = CONFIG.producer_registers

@@ -177,7 +177,7 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         self._launch(
             step,
             ("decode", plan.tile_rows, plan.beside),
-            (plan.states.num_programs,),
+            plan.states.grid,
             decode_changes(step.query, step.output, step.lse, table, *work),
             lambda: decode_call(self._operands(step), self.variant, *work, config),
         )

@@ -146,7 +146,7 @@ def share_decodes_call(
     pieces: torch.Tensor,
     lengths: Lengths,
     num_kv_heads: int,
-    num_shares: int,
+    num_programs: int,
     max_query_len: int,
     config: DecodeConfig | LatentConfig,
     units: torch.Tensor | None = None,
@@ -154,11 +154,11 @@ def share_decodes_call(
     """Share out the decodes of a batch.
 
     Args:
-        share: int32 (16 + 16 * num_shares,), to be filled.
-        pieces: int32 (num_shares + units, 16), to be filled.
+        share: int32 (16 + 16 * num_programs,), to be filled.
+        pieces: int32 (num_programs + units, 16), to be filled.
         lengths: of the batch.
         num_kv_heads: of the layer.
-        num_shares: of the programs of the decode kernel.
+        num_programs: of the decode kernel.
         max_query_len: requests with more queries are not decodes.
         config: of the decode kernel; or of one over latents.
         units: int32 (units, 8), to be filled; None: nobody reads it.
@@ -175,7 +175,7 @@ def share_decodes_call(
             **_lengths(lengths),
             "num_reqs": num_reqs,
             "max_query_len": max_query_len,
-            "num_shares": num_shares,
+            "num_programs": num_programs,
             "NUM_KV_HEADS": num_kv_heads,
             "TOKENS": config.tile_rows // config.pack,
             "BLOCK_N": config.plan_block_n if is_latent else config.block_n,
@@ -323,37 +323,32 @@ def merge_changes(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class States:
-    """Where pieces of shared units leave their states; two places a share.
+    """Where pieces of shared units leave their states; two places a program.
 
     Attributes:
-        num_programs: of the decode kernel.
-        acc: float32 (2 * num_shares, tile_rows, head_size).
-        sums: float32 (2 * num_shares, tile_rows, 2): maximum and sum.
-        counters: int32 (4, 2 * num_shares), zero before and after each launch: at each level of the
+        acc: float32 (2 * num_programs, tile_rows, head_size).
+        sums: float32 (2 * num_programs, tile_rows, 2): maximum and sum.
+        counters: int32 (4, 2 * num_programs), zero before and after each launch: at each level of the
             tree, states that have come to a group.
-        claims: int32 (1,), likewise: small shares that are taken.
     """
 
-    num_programs: int
     acc: torch.Tensor
     sums: torch.Tensor
     counters: torch.Tensor
-    claims: torch.Tensor
 
     @property
-    def num_shares(self) -> int:
-        return self.counters.shape[1] // 2
+    def grid(self) -> tuple[int]:
+        """Programs of the decode kernel."""
+        return (self.counters.shape[1] // 2,)
 
     @classmethod
     def make(cls, num_programs: int, config: DecodeConfig, device: torch.device | str) -> States:
-        """Allocate them; four levels of eight hold the states of 4,096 shares."""
-        num, rows = 2 * num_programs * config.levels, config.tile_rows
+        """Allocate them; four levels of eight hold the states of 4,096 programs."""
+        num, rows = 2 * num_programs, config.tile_rows
         return cls(
-            num_programs=num_programs,
             acc=torch.empty(num, rows, config.head_size, dtype=torch.float32, device=device),
             sums=torch.empty(num, rows, 2, dtype=torch.float32, device=device),
             counters=torch.zeros(4, num, dtype=torch.int32, device=device),
-            claims=torch.zeros(1, dtype=torch.int32, device=device),
         )
 
 
@@ -370,15 +365,15 @@ def decode_call(
     Args:
         operands: of the step.
         variant: score and mask, its tensors on the operands' device.
-        share: int32 (16 + 16 * num_shares,).
-        pieces: int32 (num_shares + units, 16).
-        states: of as many shares; not to be used by two launches at once.
+        share: int32 (16 + 16 * num_programs,).
+        pieces: int32 (num_programs + units, 16).
+        states: of as many programs; not to be used by two launches at once.
         config: made for the layer, the pages and `variant`.
     """
     o = operands
     return KernelCall(
         kernel=decode_kernel,
-        grid=(states.num_programs,),
+        grid=states.grid,
         arguments={
             **_common(o, variant),
             **decode_changes(o.query, o.output, o.lse, o.block_table, share, pieces, states),
@@ -408,7 +403,6 @@ def decode_changes(
         "sums_ptr": states.sums,
         "counters_ptr": states.counters,
         "num_states": states.counters.shape[1],
-        "claims_ptr": states.claims,
         **_step(output, lse, block_table),
     }
 

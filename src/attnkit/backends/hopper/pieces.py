@@ -1,12 +1,12 @@
 """Pieces of decode work, as the decode kernels read what `plan_kernels` wrote.
 
-In: shares of programs. Out: their pieces, one record of 16 numbers after the other. Device code.
+In: a program's share. Out: its pieces, one record of 16 numbers after the other. Device code.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
-from attnkit.backends.hopper.gluon_api import gl, gluon, mbarrier
+from attnkit.backends.hopper.gluon_api import gl, gluon
 
 
 @gluon.jit
@@ -39,7 +39,7 @@ def read_unit(record):
 
 
 @gluon.jit
-def my_share(share_ptr, GROUPS: gl.constexpr):
+def my_share(share_ptr, GROUPS: gl.constexpr, LEVELS: gl.constexpr = 1):
     """First and end of this program's K/V tiles, counted over its group of programs, and its first
     record.
 
@@ -54,51 +54,10 @@ def my_share(share_ptr, GROUPS: gl.constexpr):
         place = me % num_programs
         # Programs that are left over have nothing to do.
         total = gl.where(me < num_programs * GROUPS, total, 0)
-    return place * size, gl.minimum(place * size + size, total), share_ptr + 16 + me * 16
-
-
-@gluon.jit
-def read_share(share_ptr, share, LEVELS: gl.constexpr):
-    """First and end of a share's K/V tiles, and its first record. A share past the last is empty."""
-    record = share_ptr + 16 + share * 16
-    total = gl.load(share_ptr + 1)
-    if LEVELS == 1:
-        size = gl.load(share_ptr)
-        at = share * size
-    else:
-        num_programs = gl.num_programs(0)
-        level = gl.minimum(share // num_programs, LEVELS - 1)
+    at = place * size
+    if LEVELS > 1:
+        at_once = gl.num_programs(0) // LEVELS
+        level = me // at_once
         size = gl.load(share_ptr + 4 + level)
-        at = gl.load(share_ptr + 8 + level) + (share - level * num_programs) * size
-    return at, gl.minimum(at + size, total), record
-
-
-@gluon.jit
-def next_share(
-    CLAIMS: gl.constexpr,
-    WARPS: gl.constexpr,
-    num_claims,
-    claims,
-    claim_full,
-    claim_empty,
-    claims_ptr,
-    share_ptr,
-):
-    """A share that nobody has yet. One role (CLAIMS) takes it and tells the others, through a ring of
-    two; whoever takes the last leaves the count at zero for the next launch."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    slot = num_claims % 2
-    phase = (num_claims // 2) & 1
-    if CLAIMS:
-        share = gl.num_programs(0) + gl.atomic_add(claims_ptr, 1, sem="relaxed", scope="gpu")
-        # Each program that had any takes one in vain.
-        if share == gl.num_programs(0) + gl.load(share_ptr + 3):
-            gl.store(claims_ptr, 0)
-        mbarrier.wait(claim_empty.index(slot), phase ^ 1)
-        claims.index(slot).store(gl.full([1], 0, gl.int32, LAYOUT) + share)
-        mbarrier.arrive(claim_full.index(slot), count=1)
-    else:
-        mbarrier.wait(claim_full.index(slot), phase)
-        share = gl.max(claims.index(slot).load(LAYOUT), 0)
-        mbarrier.arrive(claim_empty.index(slot), count=1)
-    return share
+        at = gl.load(share_ptr + 8 + level) + me % at_once * size
+    return at, gl.minimum(at + size, total), share_ptr + 16 + me * 16

@@ -229,13 +229,12 @@ class Planner:
         # Room for every batch of the engine, so that no later one moves what a graph was captured with.
         row_tiles = -(-MAX_DECODE_QUERY_LEN // (tile_rows // config.pack))
         num_reqs = max(lengths.seq_lens.shape[0], self._max_num_reqs)
-        num_shares = num_programs * config.levels
-        num_records = num_shares + num_reqs * g.num_kv_heads * row_tiles
+        num_records = num_programs + num_reqs * g.num_kv_heads * row_tiles
         plan = self._decode_plans.get((g, tile_rows))
         if plan is None or plan.pieces.shape[0] < num_records:
             plan = self._decode_plans[g, tile_rows] = DecodePlan(
                 tile_rows=tile_rows,
-                share=torch.zeros(16 + 16 * num_shares, dtype=torch.int32, device=self._device),
+                share=torch.zeros(16 + 16 * num_programs, dtype=torch.int32, device=self._device),
                 pieces=torch.zeros(num_records, 16, dtype=torch.int32, device=self._device),
                 states=States.make(num_programs, config, self._device),
             )
@@ -244,7 +243,7 @@ class Planner:
             plan.pieces,
             lengths,
             g.num_kv_heads,
-            num_shares,
+            num_programs,
             MAX_DECODE_QUERY_LEN,
             config,
         ).launch()

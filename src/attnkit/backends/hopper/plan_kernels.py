@@ -107,27 +107,32 @@ def fill_row_tiles_kernel(
 
 
 @triton.jit
-def share_of(tile, sizes, begins, at_once, LEVELS: tl.constexpr):
-    """Which share a K/V tile is in."""
-    share = tile // sizes[0]
-    for level in tl.static_range(1, LEVELS):
-        here = level * at_once + (tile - begins[level]) // tl.maximum(sizes[level], 1)
-        share = tl.where(tile >= begins[level], here, share)
-    return share
+def program_of(tile, sizes, begins, at_once):
+    """Which program's share a K/V tile is in."""
+    size, half, rest = sizes
+    _, half_begin, rest_begin = begins
+    program = tile // size
+    program = tl.where(
+        tile >= half_begin, at_once + (tile - half_begin) // tl.maximum(half, 1), program
+    )
+    return tl.where(
+        tile >= rest_begin, 2 * at_once + (tile - rest_begin) // tl.maximum(rest, 1), program
+    )
 
 
 @triton.jit
-def place_of_share(share, sizes, begins, at_once, LEVELS: tl.constexpr):
-    """First K/V tile of a share, and how many."""
-    begin, size = begins[0], sizes[0]
-    for level in tl.static_range(1, LEVELS):
-        begin = tl.where(share // at_once == level, begins[level], begin)
-        size = tl.where(share // at_once == level, sizes[level], size)
-    return begin + share % at_once * size, size
+def share_of(program, sizes, begins, at_once):
+    """First K/V tile of a program's share, and how many."""
+    size, half, rest = sizes
+    begin, half_begin, rest_begin = begins
+    level = program // at_once
+    size = tl.where(level == 0, size, tl.where(level == 1, half, rest))
+    begin = tl.where(level == 0, begin, tl.where(level == 1, half_begin, rest_begin))
+    return begin + program % at_once * size, size
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "causal", "window", "max_query_len", "num_shares"],
+    do_not_specialize=["num_reqs", "causal", "window", "max_query_len", "num_programs"],
     do_not_specialize_on_alignment=[
         "share_ptr",
         "pieces_ptr",
@@ -148,7 +153,7 @@ def share_decodes_kernel(
     causal,
     window,
     max_query_len,
-    num_shares,
+    num_programs,
     NUM_KV_HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -164,15 +169,14 @@ def share_decodes_kernel(
 
     Units stand in a row: requests of 1 to max_query_len queries, in each the KV heads, in each the row
     tiles of TOKENS tokens. Their K/V tiles, counted over the batch, are cut into equal shares, at least
-    LEAST, as many as programs. With four LEVELS one in SMALL of them is kept back for small shares, of
-    up to three sizes and as many each, that programs take when they are done with their own.
-    The record of unit u's piece in share s is at s + u: one of 16 numbers, as `pieces.read_piece` and
-    what follows it read them. `share_ptr`: tiles of a share, tiles of the batch, units, the last share
-    with any, from 4 and 8 on tiles of a share and first tile of each level, and from 16 on the first
-    record of each share, which is only there. `units_ptr`, where it is not None: of each unit 8 numbers
-    as `latent_fold` reads them.
+    LEAST; with three LEVELS one in SMALL of them into small ones, of two sizes, for as many programs
+    each.
+    The record of unit u's piece in program p is at p + u: one of 16 numbers, as `pieces.read_piece` and
+    what follows it read them. `share_ptr`: tiles of a share, tiles of the batch, units, from 4 and 8 on
+    tiles of a share and first tile of each level, and from 16 on the first record of each program, which
+    is only there. `units_ptr`, where it is not None: of each unit 8 numbers as `latent_fold` reads them.
 
-    GROUPS: so many rows of units, each of as many KV heads, and as many shares for each. What programs
+    GROUPS: so many rows of units, each of as many KV heads, and as many programs for each. What programs
     of different groups do at a time is then the same place of the same requests.
     SPARE: where all units are alike, shares grow by up to so many percent if they then begin and end
     with units, or units with shares.
@@ -180,8 +184,8 @@ def share_decodes_kernel(
     me = tl.program_id(0)
     kv_head = tl.program_id(1)
     HEADS: tl.constexpr = NUM_KV_HEADS // GROUPS
-    group_shares = num_shares // GROUPS
-    at_once = group_shares // LEVELS
+    group_programs = num_programs // GROUPS
+    at_once = group_programs // LEVELS
     work = 0
     work_before = 0
     num_units = 0
@@ -211,28 +215,24 @@ def share_decodes_kernel(
             whole = tl.cdiv(longest, longest // size)
         if whole * 100 <= size * (100 + SPARE):
             size = whole
-    one = 0
-    two = 0
-    three = 0
+    half = 0
+    rest = 0
     if LEVELS > 1:
-        one = size // SMALL
-        one = tl.where(one < LEAST, 0, one)
-        size -= one
-        two = tl.where(one < 4 * LEAST, 0, tl.maximum(one // 4, LEAST))
-        one -= two
-        three = tl.where(two < 4 * LEAST, 0, two // 4)
-        two -= three
-    sizes = (size, one, two, three)
-    begins = (0, at_once * size, at_once * (size + one), at_once * (size + one + two))
+        small = size // SMALL
+        small = tl.where(small < LEAST, 0, small)
+        size -= small
+        rest = small // 2
+        rest = tl.where(rest < LEAST, 0, rest)
+        half = small - rest
+    sizes = (size, half, rest)
+    begins = (0, at_once * size, at_once * (size + half))
     if (me == 0) & (kv_head == 0):
-        if LEVELS > 1:
-            tl.store(
-                share_ptr + 3,
-                tl.where(work > 0, share_of(work - 1, sizes, begins, at_once, LEVELS), -1),
-            )
-            for level in tl.static_range(0, LEVELS):
-                tl.store(share_ptr + 4 + level, sizes[level])
-                tl.store(share_ptr + 8 + level, begins[level])
+        tl.store(share_ptr + 4, size)
+        tl.store(share_ptr + 5, half)
+        tl.store(share_ptr + 6, rest)
+        tl.store(share_ptr + 8, 0)
+        tl.store(share_ptr + 9, at_once * size)
+        tl.store(share_ptr + 10, at_once * (size + half))
         tl.store(share_ptr, size)
         tl.store(share_ptr + 1, work)
         tl.store(share_ptr + 2, num_units * GROUPS)
@@ -254,8 +254,8 @@ def share_decodes_kernel(
         end = begin + tiles
         unit += units_before + group * num_units
         # Counted in the group until the records are written.
-        first_share = share_of(begin, sizes, begins, at_once, LEVELS)
-        num_splits = share_of(end - 1, sizes, begins, at_once, LEVELS) - first_share + 1
+        first_program = program_of(begin, sizes, begins, at_once)
+        num_splits = program_of(end - 1, sizes, begins, at_once) - first_program + 1
         offset = row_tile * TOKENS
         num_tokens = tl.minimum(query_len - offset, TOKENS)
         if units_ptr is not None:
@@ -263,15 +263,15 @@ def share_decodes_kernel(
             tl.store(units_ptr + unit * 8 + 1, kv_head)
             tl.store(units_ptr + unit * 8 + 2, num_tokens)
             tl.store(units_ptr + unit * 8 + 3, num_splits)
-            tl.store(units_ptr + unit * 8 + 4, group * group_shares + first_share)
+            tl.store(units_ptr + unit * 8 + 4, group * group_programs + first_program)
         for block in range(0, num_splits, BLOCK_PIECES):
             split = block + tl.arange(0, BLOCK_PIECES)
             there = split < num_splits
-            share = first_share + split
-            share_begin, share_size = place_of_share(share, sizes, begins, at_once, LEVELS)
+            program = first_program + split
+            share_begin, share_size = share_of(program, sizes, begins, at_once)
             piece_begin = tl.maximum(begin, share_begin)
             piece_end = tl.minimum(end, share_begin + share_size)
-            here = group * group_shares + share
+            here = group * group_programs + program
             record = pieces_ptr + (here + unit) * 16
             first_record = share_ptr + 16 + here * 16
             record = tl.where(piece_begin == share_begin, first_record, record)
@@ -287,5 +287,5 @@ def share_decodes_kernel(
             tl.store(record + 8, piece_end - piece_begin, mask=there)
             tl.store(record + 9, split, mask=there)
             tl.store(record + 10, num_splits + zero, mask=there)
-            tl.store(record + 11, group * group_shares + first_share + zero, mask=there)
+            tl.store(record + 11, group * group_programs + first_program + zero, mask=there)
             tl.store(record + 12, unit + zero, mask=there)
