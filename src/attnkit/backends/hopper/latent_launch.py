@@ -6,6 +6,7 @@ are what differs between steps (`repeat`).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,13 +136,9 @@ class FoldShape:
     splits: int
 
     @classmethod
-    def of(cls, work: LatentWork, config: LatentConfig) -> FoldShape:
+    def of(cls, work: LatentWork) -> FoldShape:
         """For a step with so many units."""
-        # About so many states a unit has if all are alike; a thread has 64 numbers of them in flight.
-        num_programs, num_units = work.acc.shape[0] // 2, work.units.shape[0]
-        splits = min(64, triton.next_power_of_2(num_programs // max(1, num_units) + 2))
-        columns = min(config.head_size, 8192 // splits)
-        return cls(rows=8192 // splits // columns, columns=columns, splits=splits)
+        return _fold_shape(work.acc.shape[0] // 2, work.units.shape[0], work.acc.shape[2])
 
     def grid(self, work: LatentWork) -> tuple[int, int, int]:
         """Programs of the kernel."""
@@ -149,9 +146,17 @@ class FoldShape:
         return work.units.shape[0], -(-work.num_rows // self.rows), head_size // self.columns
 
 
+@functools.cache
+def _fold_shape(num_programs: int, num_units: int, head_size: int) -> FoldShape:
+    # About so many states a unit has if all are alike; a thread has 64 numbers of them in flight.
+    splits = min(64, triton.next_power_of_2(num_programs // max(1, num_units) + 2))
+    columns = min(head_size, 8192 // splits)
+    return FoldShape(rows=8192 // splits // columns, columns=columns, splits=splits)
+
+
 def fold_latents_call(o: LatentOperands, work: LatentWork, config: LatentConfig) -> KernelCall:
     """The fold kernel over the units of a step."""
-    shape = FoldShape.of(work, config)
+    shape = FoldShape.of(work)
     return KernelCall(
         kernel=fold_latents_kernel,
         grid=shape.grid(work),

@@ -125,21 +125,20 @@ class HopperMLAImpl(TritonMLAImpl):
             k_scale=layer_scale("k_scale", layer._k_scale, 1) if coded else None,
         )
         work = attn_metadata.work(self.num_heads, coded)
-        config = latent_config(
-            self.num_heads, cache.shape[1], work.tile_rows, lse=lse is not None, coded=coded
-        )
-        fold = latent_launch.FoldShape.of(work, config)
-        kind = (kind_of(query, rope, output), plan.block_table.dtype, config)
+        rows, has_lse = work.tile_rows, lse is not None
+        config = latent_config(self.num_heads, cache.shape[1], rows, lse=has_lse, coded=coded)
+        fold = latent_launch.FoldShape.of(work)
+        kind = (kind_of(query, rope, output), plan.block_table.dtype, rows, has_lse)
         self._repeats.launch(
             ("decode", *kind),
-            cache,
+            kv_c_and_k_pe_cache,
             latent_launch.decode_grid(work),
             latent_launch.decode_changes(operands, work),
             lambda: latent_launch.latent_decode_call(operands, work, config),
         )
         self._repeats.launch(
             ("fold", fold, *kind),
-            cache,
+            kv_c_and_k_pe_cache,
             fold.grid(work),
             latent_launch.fold_changes(operands, work),
             lambda: latent_launch.fold_latents_call(operands, work, config),
@@ -163,6 +162,10 @@ class HopperMLAImpl(TritonMLAImpl):
         rows = (kv_c_normed[:, None], k_pe)
         latent, rope = (x if x.stride(-1) == 1 else x.contiguous() for x in rows)
         slots = slot_mapping.flatten()
+        changes = write_changes(latent, rope, slots)
+        if self._is_coded:
+            scale = layer_scale("k_scale", k_scale, 1)
+            changes |= {"k_scale_ptr": scale, "v_scale_ptr": scale}
 
         def call() -> KernelCall:
             stored = Stored.of(
@@ -176,14 +179,11 @@ class HopperMLAImpl(TritonMLAImpl):
             )
             return write_call(latent, rope, stored, slots)
 
-        if self._is_coded:  # A repeated launch would keep the scale's address.
-            call().launch()
-            return
         self._repeats.launch(
             ("write", kind_of(latent, rope), slots.dtype),
             kv_cache,
             write_grid(latent, slots),
-            write_changes(latent, rope, slots),
+            changes,
             call,
         )
 

@@ -25,7 +25,7 @@ def stored_numbers(x, scale_ptr, head, scale_stride, CODED: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["num_tokens", "scale_stride"],
-    do_not_specialize_on_alignment=["slot_mapping_ptr"],
+    do_not_specialize_on_alignment=["slot_mapping_ptr", "k_scale_ptr", "v_scale_ptr"],
 )
 def write_kernel(
     key_ptr,
