@@ -443,6 +443,11 @@ def check_cases() -> Iterator[tuple[str, Batch]]:
         yield f"codes D{size} one long", Batch(queries=(1,), keys=(32768,), **one)
         yield f"codes D{size} 16 queries", Batch(queries=(16,) * 9, keys=(3000,) * 9, **one)
     yield "decode window", Batch(queries=(1, 4, 16), keys=(9000, 20000, 300), window=4096)
+    long = Batch(queries=(1, 1, 2) * 34, keys=tuple(rng.randint(20, 20000) for _ in range(102)))
+    for size in (64, 128, 256):
+        b = replace(long, head_size=size)
+        yield f"small shares D{size}", b
+        yield f"small shares D{size} codes", replace(b, coded=True)
     few = Batch(queries=(128, 20), keys=(20000, 9000))
     beside = Batch(queries=(512, *(1,) * 40), keys=(9000, *(3000,) * 40))
     for size in (64, 128, 256):
