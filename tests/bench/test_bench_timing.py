@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import time
 import warnings
-from collections import Counter
 
 import pytest
 import torch
@@ -171,10 +170,9 @@ def test_a_graph_holds_many_short_calls_or_one_long_one(monkeypatch) -> None:
     fake.log.clear()
     got = time_graphs(graphs, EFFORT, CUDA)
     assert {name: t.median_us for name, t in got.items()} == {"short": 125.0, "long": 4000.0}
-    assert Counter(fake.log) == {
-        "short": 16 * got["short"].num_samples,
-        "long": got["long"].num_samples,
-    }
+    # The device is busy when a round begins, or the first contender's time has the host's launch in it.
+    turn = ["spin", *["short"] * 16, "long"]
+    assert fake.log == turn * got["short"].num_samples
 
 
 @pytest.mark.skipif(

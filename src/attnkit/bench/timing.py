@@ -48,6 +48,9 @@ class Effort:
 
 QUICK = Effort(seconds=0.05, min_rounds=3, max_rounds=10)
 
+_CYCLES_PER_US = 2000
+"""Of a GPU, about."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
@@ -122,9 +125,9 @@ def time_cold(calls: Mapping[str, Call], effort: Effort, device: torch.device) -
     def sample(call: Call, host_us: float) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         flush.zero_()
-        # Spin while the host launches: about 2,000 cycles a microsecond, and twice the launch cost.
-        # A call that waits for the device gains nothing from more than a few milliseconds.
-        torch.cuda._sleep(int(2000 * min(2 * host_us, 4000)))
+        # Spin while the host launches, twice as long. A call that waits for the device gains nothing
+        # from more than a few milliseconds.
+        torch.cuda._sleep(int(_CYCLES_PER_US * min(2 * host_us, 4000)))
         start.record()
         call()
         end.record()
@@ -188,6 +191,8 @@ def time_graphs(
     with _quiet():
         for _ in range(effort.rounds(2000.0)):
             pairs = []
+            # Without work before it, the first contender's time had the host's launch in it: 30 us.
+            torch.cuda._sleep(500 * _CYCLES_PER_US)
             for name, captured in graphs.items():
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()

@@ -117,13 +117,11 @@ class DecodeConfig(KernelConfig):
         tile_rows: of a row tile: 64 for products of a warpgroup (wgmma), 16 for products of a warp.
         q_in_registers: Q is read out of shared memory at once, so that the next piece's can follow after
             the first product.
-        levels: shares come in 1 size, or in 3, from large to small.
         beside: it starts while the prefill kernel before it runs, and ends after it.
     """
 
     tile_rows: int
     q_in_registers: bool
-    levels: int
     beside: bool
 
 

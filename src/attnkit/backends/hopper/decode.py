@@ -1,8 +1,8 @@
 """The decode kernel: requests with few queries against long contexts, shared out evenly.
 
 In: packed queries, the paged pool, and pieces of work (`decode_plan`): all K/V tiles of the batch in
-one row, cut into a share for each program. Out: output and LSE. Device code; `launch.launch_decode`
-starts it.
+one row, cut into one equal share for each program. Out: output and LSE. Device code;
+`launch.launch_decode` starts it.
 
 A unit is one request, KV head and tile of up to 16 or 64 rows (query tokens times the heads of the
 group). A program walks through the pieces of its share: whole units, and the ends of units that it
@@ -12,9 +12,6 @@ last.
 
 One warp copies K and Q, one copies V, one warpgroup attends. The copies run ahead over the borders
 between pieces, so memory is never idle.
-
-Multiprocessors do not read equally fast. So the programs that run from the start leave some of the work
-to two more each, with small shares, which follow wherever one is over.
 """
 
 # ruff: noqa: RUF005, SIM102 (device code: tuples grow by +, and `if` on a constant stands alone)
@@ -126,7 +123,7 @@ def produce(
     """One warp that feeds K (and Q) or V. Pages are looked up two tiles ahead, since the first tiles of
     a launch are copied as fast as they are found."""
     STRIPS: gl.constexpr = CONFIG.head_size // 64
-    at, end, record = my_share(share_ptr, 1, CONFIG.levels)
+    at, end, record = my_share(share_ptr, 1)
     step = 0
     num_done = 0
     while at < end:
@@ -210,7 +207,7 @@ def consume(
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, ACC_LAYOUT)
     row = gl.arange(0, TILE_ROWS, ROW_LAYOUT)
     row_token = row // CONFIG.pack
-    at, end, record = my_share(share_ptr, 1, CONFIG.levels)
+    at, end, record = my_share(share_ptr, 1)
     step = 0
     num_done = 0
     while at < end:

@@ -49,7 +49,7 @@ class LatentOperands:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LatentWork:
-    """Shared-out work of a step, of `launch.share_decodes_call`.
+    """Shared-out work of a step, of `plan_launch.share_decodes_call`.
 
     Attributes:
         share: int32 (16 + 16 * num_programs,).

@@ -44,7 +44,7 @@ class LatentPlanner:
     def plan(self, part: DecodePart, num_heads: int, coded: bool) -> Any:
         """A `latent_launch.LatentWork`; launches, and never waits for the device."""
         from attnkit.backends.hopper.latent_launch import LatentWork
-        from attnkit.backends.hopper.launch import Lengths, share_decodes_call
+        from attnkit.backends.hopper.plan_launch import Lengths, share_decodes_call
 
         self.layers.add((num_heads, coded))
         tile_rows = latent_rows(num_heads, part.max_query_len, coded=coded)

@@ -107,7 +107,7 @@ class HopperMLAPrefill(DensePrefill):
         *,
         causal: bool,
     ) -> PrefillPlan:
-        from attnkit.backends.hopper.launch import Lengths
+        from attnkit.backends.hopper.plan_launch import Lengths
 
         device, config = query_start_loc.device, self._config()
         work = RowWork.cut(query_lens, kv_lens, self.num_heads, config, causal=causal, window=None)

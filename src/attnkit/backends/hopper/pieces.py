@@ -39,7 +39,7 @@ def read_unit(record):
 
 
 @gluon.jit
-def my_share(share_ptr, GROUPS: gl.constexpr, LEVELS: gl.constexpr = 1):
+def my_share(share_ptr, GROUPS: gl.constexpr):
     """First and end of this program's K/V tiles, counted over its group of programs, and its first
     record.
 
@@ -54,10 +54,4 @@ def my_share(share_ptr, GROUPS: gl.constexpr, LEVELS: gl.constexpr = 1):
         place = me % num_programs
         # Programs that are left over have nothing to do.
         total = gl.where(me < num_programs * GROUPS, total, 0)
-    at = place * size
-    if LEVELS > 1:
-        at_once = gl.num_programs(0) // LEVELS
-        level = me // at_once
-        size = gl.load(share_ptr + 4 + level)
-        at = gl.load(share_ptr + 8 + level) + me % at_once * size
-    return at, gl.minimum(at + size, total), share_ptr + 16 + me * 16
+    return place * size, gl.minimum(place * size + size, total), share_ptr + 16 + me * 16

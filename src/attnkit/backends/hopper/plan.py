@@ -110,11 +110,12 @@ def plan_row_tiles(
 
     Args:
         tiles: of a batch.
-        lengths: its `launch.Lengths`.
+        lengths: its `plan_launch.Lengths`.
         config: of the prefill kernel.
         device: of the lengths.
     """
-    from attnkit.backends.hopper.launch import Parts, row_tiles_call
+    from attnkit.backends.hopper.launch import Parts
+    from attnkit.backends.hopper.plan_launch import row_tiles_call
 
     arrays = [tiles.starts, tiles.requests, tiles.tokens, tiles.head_tiles]
     parts = None
@@ -143,7 +144,7 @@ class Planner:
 
     def plan(self, batch: CommonAttentionMetadata, geometry: Geometry) -> Plan:
         """Plan a batch; launches, and never waits for the device."""
-        from attnkit.backends.hopper.launch import Lengths
+        from attnkit.backends.hopper.plan_launch import Lengths
 
         self.geometries.add(geometry)
         lengths = Lengths(
@@ -218,7 +219,8 @@ class Planner:
 
     def _decodes(self, lengths: Any, geometry: Geometry, longest: int) -> DecodePlan:
         """Share out the requests that are decoded, none of which has more queries than `longest`."""
-        from attnkit.backends.hopper.launch import States, share_decodes_call
+        from attnkit.backends.hopper.launch import States
+        from attnkit.backends.hopper.plan_launch import share_decodes_call
 
         g = geometry
         tile_rows = 16 if g.coded else decode_rows(g.group_size, longest)

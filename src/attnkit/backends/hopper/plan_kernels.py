@@ -106,31 +106,6 @@ def fill_row_tiles_kernel(
     tl.store(record + 7, num_kv_tiles, mask=there)
 
 
-@triton.jit
-def program_of(tile, sizes, begins, at_once):
-    """Which program's share a K/V tile is in."""
-    size, half, rest = sizes
-    _, half_begin, rest_begin = begins
-    program = tile // size
-    program = tl.where(
-        tile >= half_begin, at_once + (tile - half_begin) // tl.maximum(half, 1), program
-    )
-    return tl.where(
-        tile >= rest_begin, 2 * at_once + (tile - rest_begin) // tl.maximum(rest, 1), program
-    )
-
-
-@triton.jit
-def share_of(program, sizes, begins, at_once):
-    """First K/V tile of a program's share, and how many."""
-    size, half, rest = sizes
-    begin, half_begin, rest_begin = begins
-    level = program // at_once
-    size = tl.where(level == 0, size, tl.where(level == 1, half, rest))
-    begin = tl.where(level == 0, begin, tl.where(level == 1, half_begin, rest_begin))
-    return begin + program % at_once * size, size
-
-
 @triton.jit(
     do_not_specialize=["num_reqs", "causal", "window", "max_query_len", "num_programs"],
     do_not_specialize_on_alignment=[
@@ -160,8 +135,6 @@ def share_decodes_kernel(
     LEAST: tl.constexpr,
     SPARE: tl.constexpr,
     GROUPS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    SMALL: tl.constexpr,
     BLOCK_REQS: tl.constexpr,
     BLOCK_PIECES: tl.constexpr,
 ):
@@ -169,12 +142,10 @@ def share_decodes_kernel(
 
     Units stand in a row: requests of 1 to max_query_len queries, in each the KV heads, in each the row
     tiles of TOKENS tokens. Their K/V tiles, counted over the batch, are cut into equal shares, at least
-    LEAST; with three LEVELS one in SMALL of them into small ones, of two sizes, for as many programs
-    each.
-    The record of unit u's piece in program p is at p + u: one of 16 numbers, as `pieces.read_piece` and
-    what follows it read them. `share_ptr`: tiles of a share, tiles of the batch, units, from 4 and 8 on
-    tiles of a share and first tile of each level, and from 16 on the first record of each program, which
-    is only there. `units_ptr`, where it is not None: of each unit 8 numbers as `latent_fold` reads them.
+    LEAST. The record of unit u's piece in program p is at p + u: one of 16 numbers, as
+    `pieces.read_piece` and what follows it read them. `share_ptr`: tiles of a share, tiles of the batch,
+    units, and from 16 on the first record of each program, which is only there. `units_ptr`, where it is
+    not None: of each unit 8 numbers as `latent_fold` reads them.
 
     GROUPS: so many rows of units, each of as many KV heads, and as many programs for each. What programs
     of different groups do at a time is then the same place of the same requests.
@@ -185,7 +156,6 @@ def share_decodes_kernel(
     kv_head = tl.program_id(1)
     HEADS: tl.constexpr = NUM_KV_HEADS // GROUPS
     group_programs = num_programs // GROUPS
-    at_once = group_programs // LEVELS
     work = 0
     work_before = 0
     num_units = 0
@@ -208,31 +178,14 @@ def share_decodes_kernel(
         longest = tl.maximum(longest, tl.max(tl.where(units > 0, tiles, 0), 0))
         units_before += tl.sum(tl.where(request < me, units, 0), 0)
         work_before += tl.sum(tl.where(request < me, units * tiles, 0), 0)
-    size = tl.maximum(tl.cdiv(work, at_once), LEAST)
+    size = tl.maximum(tl.cdiv(work, group_programs), LEAST)
     if SPARE > 0 and work == num_units * longest:
         whole = tl.cdiv(size, longest) * longest
         if size < longest:
             whole = tl.cdiv(longest, longest // size)
         if whole * 100 <= size * (100 + SPARE):
             size = whole
-    half = 0
-    rest = 0
-    if LEVELS > 1:
-        small = size // SMALL
-        small = tl.where(small < LEAST, 0, small)
-        size -= small
-        rest = small // 2
-        rest = tl.where(rest < LEAST, 0, rest)
-        half = small - rest
-    sizes = (size, half, rest)
-    begins = (0, at_once * size, at_once * (size + half))
     if (me == 0) & (kv_head == 0):
-        tl.store(share_ptr + 4, size)
-        tl.store(share_ptr + 5, half)
-        tl.store(share_ptr + 6, rest)
-        tl.store(share_ptr + 8, 0)
-        tl.store(share_ptr + 9, at_once * size)
-        tl.store(share_ptr + 10, at_once * (size + half))
         tl.store(share_ptr, size)
         tl.store(share_ptr + 1, work)
         tl.store(share_ptr + 2, num_units * GROUPS)
@@ -254,8 +207,8 @@ def share_decodes_kernel(
         end = begin + tiles
         unit += units_before + group * num_units
         # Counted in the group until the records are written.
-        first_program = program_of(begin, sizes, begins, at_once)
-        num_splits = program_of(end - 1, sizes, begins, at_once) - first_program + 1
+        first_program = begin // size
+        num_splits = (end - 1) // size - first_program + 1
         offset = row_tile * TOKENS
         num_tokens = tl.minimum(query_len - offset, TOKENS)
         if units_ptr is not None:
@@ -268,13 +221,12 @@ def share_decodes_kernel(
             split = block + tl.arange(0, BLOCK_PIECES)
             there = split < num_splits
             program = first_program + split
-            share_begin, share_size = share_of(program, sizes, begins, at_once)
-            piece_begin = tl.maximum(begin, share_begin)
-            piece_end = tl.minimum(end, share_begin + share_size)
+            piece_begin = tl.maximum(begin, program * size)
+            piece_end = tl.minimum(end, program * size + size)
             here = group * group_programs + program
             record = pieces_ptr + (here + unit) * 16
             first_record = share_ptr + 16 + here * 16
-            record = tl.where(piece_begin == share_begin, first_record, record)
+            record = tl.where(piece_begin == program * size, first_record, record)
             zero = split * 0
             tl.store(record, me + zero, mask=there)
             tl.store(record + 1, first + offset + zero, mask=there)

@@ -140,15 +140,13 @@ def decode_config(
         tile_rows=tile_rows,
         # Products of a warp read nothing else.
         q_in_registers=not alone or tile_rows == 16,
-        # States of rows of 64 would take three times the memory.
-        levels=3 if tile_rows == 16 else 1,
         beside=beside,
     )
 
 
 def decode_programs(config: DecodeConfig, num_sms: int) -> int:
-    """Programs of the decode kernel: all that run at once, times the sizes of their shares."""
-    return config.levels * (num_sms if config.head_size == 256 else 2 * num_sms)
+    """Programs of the decode kernel: all that run at once."""
+    return num_sms if config.head_size == 256 else 2 * num_sms
 
 
 PREFILL_TILE_US = {64: 0.9, 128: 1.7, 256: 1.6}
@@ -161,12 +159,6 @@ of them."""
 
 MEMORY_BYTES_PER_US = 4.3e6
 """What all of them read together."""
-
-
-SMALL_SHARES = 16
-"""One in so many K/V tiles of decodes is in a small share (`plan_kernels.share_decodes_kernel`). With
-equal shares, programs on some multiprocessors were over after 715 us where others took 968 (B128 ctx
-8192 64/8), always the same ones; and after 190 to 250 at B64 ctx 4096. One in 8 and in 32 gain less."""
 
 
 LATENT_SIZES = ((512, 64),)
