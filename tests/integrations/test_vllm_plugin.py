@@ -354,14 +354,14 @@ def test_layers_over_latents_that_cannot_be_served_are_refused(vllm):
         plans.our_spec(MLAAttentionSpec(non_causal_multi_token_decode=True))
 
 
-def test_a_model_of_the_other_kind_is_told_what_to_name(vllm):
+def test_layers_of_the_other_kind_are_refused(vllm):
     """A named backend runs or raises: vLLM's own does not take its place in silence."""
-    with pytest.raises(
-        UnsupportedConfiguration, match=r"cpu_mla.*layers without; name a dense one"
-    ):
-        vllm("cpu_mla")
-    with pytest.raises(UnsupportedConfiguration, match=r"names cpu, a dense.*name one for these"):
-        vllm("cpu", wanted=LATENTS)
+    module = vllm("cpu_mla")[1]
+    with pytest.raises(UnsupportedConfiguration, match=r"cpu_mla cannot serve.*or name another"):
+        module.VllmImpl(HEADS, SIZE, 0.3)
+    module = vllm("cpu", wanted=LATENTS)[1]
+    with pytest.raises(UnsupportedConfiguration, match=r"cpu cannot serve.*or name another"):
+        latent_impl(module, torch.nn.Linear(32, HEADS * 28, bias=False))
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def register() -> None:
         check_version(vllm.__version__)  # pyright: ignore[reportAttributeAccessIssue]
     names: Any = AttentionBackendEnum
     if current_platform.is_cpu():
-        # Where a model has layers of the other kind too, their module says so and raises.
+        # Both: layers of the kind that was not named are refused, not served by vLLM in silence.
         register_backend(names.CPU_ATTN, _DENSE)
         register_backend(names.CPU_MLA, _LATENTS)
         register_backend(names.AMX_MLA, _LATENTS)

@@ -15,8 +15,7 @@ import torch
 from vllm.v1.attention import backend as vllm_contract
 
 from attnkit.contract import AttentionType
-from attnkit.errors import BatchError, UnsupportedConfiguration
-from attnkit.integrations.vllm import ENV_VLLM
+from attnkit.errors import BatchError
 from attnkit.integrations.vllm.answers import (
     ON_CPU,
     OURS,
@@ -29,12 +28,6 @@ from attnkit.integrations.vllm.answers import (
 from attnkit.integrations.vllm.plans import VllmBuilder, our_spec
 from attnkit.kvcache.formats import cache_format
 from attnkit.selection import AttentionRequest
-
-if OURS.is_mla():
-    raise UnsupportedConfiguration(
-        f"{ENV_VLLM} names {OURS.get_name()}, a backend for latents (MLA), and this model has layers "
-        "without; name a dense one"
-    )
 
 _FORMATS = (
     *("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"),

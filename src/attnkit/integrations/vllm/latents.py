@@ -15,8 +15,6 @@ import torch
 from vllm.v1.attention import backend as vllm_contract
 
 from attnkit.contract import AttentionType, MLADimensions
-from attnkit.errors import UnsupportedConfiguration
-from attnkit.integrations.vllm import ENV_VLLM
 from attnkit.integrations.vllm.answers import (
     ON_CPU,
     OURS,
@@ -28,12 +26,6 @@ from attnkit.integrations.vllm.answers import (
 )
 from attnkit.integrations.vllm.plans import VllmBuilder
 from attnkit.selection import AttentionRequest
-
-if not OURS.is_mla():
-    raise UnsupportedConfiguration(
-        f"{ENV_VLLM} names {OURS.get_name()}, a dense backend, and this model has layers over latents "
-        "(MLA); name one for these, cpu_mla or triton_mla say"
-    )
 
 _FORMATS = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
 """Cache formats whose rows have the same bytes for vLLM and for us."""
