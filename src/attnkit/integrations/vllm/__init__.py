@@ -2,8 +2,8 @@
 
 In: vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). Out: vLLM's
 names for foreign backends lead to ours. On a GPU that is CUSTOM, which users ask for. On a CPU vLLM
-ignores every name and takes CPU_ATTN, so there the bridge answers for CPU_ATTN, and only where
-ATTNKIT_VLLM says so: being installed must not change a server.
+ignores every name and takes its own, CPU_ATTN or for latents CPU_MLA and AMX_MLA, so there the bridge
+answers for these, and only where ATTNKIT_VLLM says so: being installed must not change a server.
 
 The contract is that of vLLM 0.31. What differs in the supported versions, and what `backend` does:
 
@@ -28,16 +28,19 @@ import re
 import warnings
 from typing import Any
 
+from attnkit.selection import resolve
+
 OLDEST, NEWEST = (0, 31), (0, 33)
 ENV_VLLM = "ATTNKIT_VLLM"
-_PATH = "attnkit.integrations.vllm.backend.VllmBackend"
+_DENSE = "attnkit.integrations.vllm.backend.VllmBackend"
+_LATENTS = "attnkit.integrations.vllm.latents.VllmLatentBackend"
 
 
 def register() -> None:
     """Tell vLLM where our backend is; may be called many times.
 
-    The environment variable ATTNKIT_VLLM names the backend of attnkit to use. Unset, a GPU's CUSTOM is
-    triton and a CPU keeps vLLM's own.
+    The environment variable ATTNKIT_VLLM names the backend of attnkit to use, a dense one or one over
+    latents. Unset, a GPU's CUSTOM is triton and a CPU keeps vLLM's own.
     """
     import vllm  # pyright: ignore[reportMissingImports]
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
@@ -52,7 +55,14 @@ def register() -> None:
     if wanted:
         check_version(vllm.__version__)  # pyright: ignore[reportAttributeAccessIssue]
     names: Any = AttentionBackendEnum
-    register_backend(names.CPU_ATTN if current_platform.is_cpu() else names.CUSTOM, _PATH)
+    if current_platform.is_cpu():
+        # Both: layers of the kind that was not named are refused, not served by vLLM in silence.
+        register_backend(names.CPU_ATTN, _DENSE)
+        register_backend(names.CPU_MLA, _LATENTS)
+        register_backend(names.AMX_MLA, _LATENTS)
+    else:
+        name = os.environ.get(ENV_VLLM) or "triton"
+        register_backend(names.CUSTOM, _LATENTS if resolve(name).is_mla() else _DENSE)
 
 
 def check_version(version: str) -> None:

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""VllmBackend: one of attnkit's backends in vLLM's classes.
+"""VllmBackend: one of attnkit's dense backends in vLLM's classes.
 
 In: vLLM's questions, specs, batches and tensors. Out: the answers, plans and attention of the backend
 that ATTNKIT_VLLM names. Layers of decoders and of encoders; everything else is refused with the reason
@@ -9,41 +9,25 @@ when the layer is made. vLLM finds the class by its import path, so it stands in
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any, ClassVar
 
 import torch
-from vllm.platforms import current_platform
 from vllm.v1.attention import backend as vllm_contract
-from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from attnkit.contract import (
-    COMMON_METADATA_FIELDS,
-    AttentionBackend,
-    AttentionSpec,
-    AttentionType,
-    CommonAttentionMetadata,
-    DeviceCapability,
-    EncoderOnlyAttentionSpec,
-    FullAttentionSpec,
-    KVQuantMode,
-    MultipleOf,
-    SlidingWindowSpec,
+from attnkit.contract import AttentionType
+from attnkit.errors import BatchError
+from attnkit.integrations.vllm.answers import (
+    ON_CPU,
+    OURS,
+    Answers,
+    check_layer,
+    device_capability,
+    supported_dtypes,
+    supported_formats,
 )
-from attnkit.errors import BatchError, UnsupportedConfiguration
-from attnkit.integrations.vllm import ENV_VLLM
+from attnkit.integrations.vllm.plans import VllmBuilder, our_spec
 from attnkit.kvcache.formats import cache_format
-from attnkit.selection import AttentionRequest, reasons_against, resolve
-
-_ON_CPU = current_platform.is_cpu()
-OURS: type[AttentionBackend] = resolve(os.environ.get(ENV_VLLM) or ("cpu" if _ON_CPU else "triton"))
-"""What runs: one backend a process, since vLLM asks classes."""
-
-if OURS.is_mla():
-    raise UnsupportedConfiguration(
-        f"{ENV_VLLM} names {OURS.get_name()}, a backend for latents (MLA), and the bridge serves dense "
-        "layers: vLLM's layers over latents keep vLLM's own backend. Name a dense one"
-    )
+from attnkit.selection import AttentionRequest
 
 _FORMATS = (
     *("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"),
@@ -52,23 +36,6 @@ _FORMATS = (
 """Cache formats whose pages have as many bytes for vLLM as for us."""
 
 _SERVED = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
-
-_ASKED = (
-    "get_supported_head_sizes",
-    "supports_head_size",
-    "supports_block_size",
-    "get_preferred_block_size",
-    "supports_sink",
-    "supports_alibi_sqrt",
-    "supports_mm_prefix",
-    "supports_sliding_window",
-    "supports_rswa",
-    "supports_non_causal",
-    "supports_batch_invariance",
-    "supports_kv_connector",
-    "supports_device_cpu_query_lens_mismatch",
-)
-"""Questions that are handed on as they are."""
 
 
 class VllmImpl(vllm_contract.AttentionImpl):
@@ -110,24 +77,22 @@ class VllmImpl(vllm_contract.AttentionImpl):
             num_kv_heads=self.num_kv_heads,
             kv_cache_dtype=kv_cache_dtype,
             has_sink=self._sinks is not None,
-            device_capability=DeviceCapability.cpu() if _ON_CPU else DeviceCapability.of("cuda"),
+            device_capability=device_capability(),
             attn_type=str(AttentionType(attn_type)),
             has_sliding_window=sliding_window is not None,
             use_alibi=alibi_slopes is not None,
             use_alibi_sqrt=bool(self._extras),
             has_logits_soft_cap=bool(logits_soft_cap),
         )
-        reasons = [*reasons_against(OURS, request), *(f"{k} is not known" for k in unknown)]
-        if attn_type not in _SERVED:
-            reasons.append(f"the bridge serves {' and '.join(_SERVED)} layers, not {attn_type}")
-        if kv_cache_dtype not in _FORMATS:
-            reasons.append(f"the bridge takes caches of {', '.join(_FORMATS)}")
-        if reasons:
-            raise UnsupportedConfiguration(
-                f"attnkit's {OURS.get_name()} cannot serve this layer in vLLM: {'; '.join(reasons)}. "
-                f"Unset {ENV_VLLM}, or name another backend",
-                tuple(reasons),
-            )
+        served = f"the bridge serves {' and '.join(_SERVED)} layers, not {attn_type}"
+        check_layer(
+            request,
+            *(f"{k} is not known" for k in unknown),
+            None if attn_type in _SERVED else served,
+            None
+            if kv_cache_dtype in _FORMATS
+            else f"the bridge takes caches of {', '.join(_FORMATS)}",
+        )
         stored = cache_format(kv_cache_dtype)
         self._content = 2 * head_size
         if stored.codec is not None:
@@ -210,81 +175,17 @@ class VllmImpl(vllm_contract.AttentionImpl):
         return impl_cls(*self._arguments, **extras)
 
 
-class VllmBuilder(vllm_contract.AttentionMetadataBuilder):
-    """Plans a batch for a group of layers."""
-
-    supports_update_block_table = False
-
-    def __init__(
-        self,
-        kv_cache_spec: Any,
-        layer_names: list[str],
-        vllm_config: Any,
-        device: torch.device,
-        **_: Any,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if vllm_config.parallel_config.decode_context_parallel_size > 1:
-            raise UnsupportedConfiguration(
-                "attnkit in vLLM does not spread a request's cache over ranks; set "
-                "decode_context_parallel_size to 1"
-            )
-        spec = our_spec(kv_cache_spec)
-        self.ours = OURS.get_builder_cls()(spec, layer_names, vllm_config, device)
-        self.reorder_batch_threshold = self.ours.reorder_batch_threshold
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        builder = OURS.get_builder_cls()
-        level = builder.get_cudagraph_support(vllm_config, our_spec(kv_cache_spec))
-        return vllm_contract.AttentionCGSupport[level.name]
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> Any:
-        """Our plan of vLLM's batch.
-
-        Raises:
-            UnsupportedConfiguration: the batch asks for a mask the backend does not do.
-        """
-        batch = our_batch(common_attn_metadata)
-        for name, asked, does in (
-            ("mm_req_doc_ranges", batch.mm_req_doc_ranges, OURS.supports_mm_prefix()),
-            ("rswa_prefix_lens", batch.rswa_prefix_lens, OURS.supports_rswa()),
-            ("causal=False", batch.causal is not True, OURS.supports_non_causal()),
-        ):
-            if asked is not None and asked is not False and not does:
-                raise UnsupportedConfiguration(
-                    f"the batch asks for {name}, which attnkit's {OURS.get_name()} does not do; unset "
-                    f"{ENV_VLLM}, or name another backend"
-                )
-        return self.ours.build(common_prefix_len, batch, fast_build)
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        return self.ours.build_for_cudagraph_capture(our_batch(common_attn_metadata))
-
-    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        return False
-
-    def set_kernel_block_size(self, kernel_block_size: int) -> None:
-        return
-
-
-class VllmBackend(vllm_contract.AttentionBackend):
+class VllmBackend(Answers):
     """What vLLM asks of a backend, answered by `OURS`."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [
-        d for d in (torch.float16, torch.bfloat16, torch.float32) if OURS.supports_dtype(d)
-    ]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = [
-        f for f in _FORMATS if OURS.supports_kv_cache_dtype(f)
-    ]
+    supported_dtypes: ClassVar[list[torch.dtype]] = supported_dtypes()
+    supported_kv_cache_dtypes: ClassVar[list[str]] = supported_formats(_FORMATS)
     forward_includes_kv_cache_update = OURS.forward_includes_kv_cache_update
 
     @staticmethod
     def get_name() -> str:
         # A member of vLLM's enumeration, whichever class answers for it.
-        return "CPU_ATTN" if _ON_CPU else "CUSTOM"
+        return "CPU_ATTN" if ON_CPU else "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[VllmImpl]:
@@ -293,22 +194,6 @@ class VllmBackend(vllm_contract.AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[VllmBuilder]:
         return VllmBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        sizes = OURS.get_supported_kernel_block_sizes()
-        return [vllm_contract.MultipleOf(s.base) if isinstance(s, MultipleOf) else s for s in sizes]
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[Any, ...] | None:
-        layouts = OURS.supported_kv_cache_layouts()
-        return None if layouts is None else tuple(KVCacheLayout[layout.name] for layout in layouts)
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return OURS.supports_compute_capability(
-            DeviceCapability(capability.major, capability.minor)
-        )
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -321,55 +206,3 @@ class VllmBackend(vllm_contract.AttentionBackend):
             return spec
         content = ours.state_content_bytes
         return dataclasses.replace(spec, dtype=ours.dtype, state_content_bytes=content)
-
-
-def _handed_on(name: str) -> Any:
-    def ask(cls: type, *args: Any) -> Any:
-        return getattr(OURS, name)(*args)
-
-    ask.__name__ = name
-    return classmethod(ask)
-
-
-for _name in _ASKED:
-    setattr(VllmBackend, _name, _handed_on(_name))
-
-
-def our_spec(spec: Any) -> AttentionSpec:
-    """vLLM's cache spec of a group of layers as ours.
-
-    Raises:
-        UnsupportedConfiguration: it is of another kind.
-    """
-    mode = spec.kv_quant_mode.name
-    if mode not in KVQuantMode.__members__:
-        raise UnsupportedConfiguration(
-            f"attnkit in vLLM does not store caches of mode {mode}; it takes {', '.join(_FORMATS)}"
-        )
-    facts: dict[str, Any] = {
-        "block_size": spec.block_size,
-        "num_kv_heads": spec.num_kv_heads,
-        "head_size": spec.head_size,
-        "head_size_v": spec.head_size_v,
-        "dtype": spec.dtype,
-        "kv_quant_mode": KVQuantMode[mode],
-        "page_size_padded": spec.page_size_padded,
-        "state_content_bytes": spec.state_content_bytes,
-    }
-    kind = type(spec).__name__
-    if kind == "FullAttentionSpec":
-        return FullAttentionSpec(sliding_window=spec.sliding_window, **facts)
-    if kind == "SlidingWindowSpec":
-        return SlidingWindowSpec(sliding_window=spec.sliding_window, **facts)
-    if kind == "EncoderOnlyAttentionSpec":
-        return EncoderOnlyAttentionSpec(**facts)
-    raise UnsupportedConfiguration(
-        f"attnkit in vLLM serves full, sliding-window and encoder-only attention, not {kind}; unset "
-        f"{ENV_VLLM}"
-    )
-
-
-def our_batch(batch: Any) -> CommonAttentionMetadata:
-    """vLLM's batch as ours: the fields have its names."""
-    fields = {name: getattr(batch, name) for name in COMMON_METADATA_FIELDS if hasattr(batch, name)}
-    return CommonAttentionMetadata(**fields)
