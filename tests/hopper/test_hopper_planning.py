@@ -159,6 +159,9 @@ def test_few_row_tiles_keep_all_programs_busy(num_queries: int) -> None:
     num_splits = np.ones(tiles.num_tiles) if tiles.splits is None else tiles.splits[1]
     load = np.add.reduceat(256 / num_splits, tiles.starts[:-1])
     assert load.max() < 1.15 * load.sum() / 132
+    if num_queries == 128:
+        # 32 row tiles in four splits each: two rounds of half as long ones took 152 us, not 134.
+        assert np.diff(tiles.starts).max() == 1
 
 
 def test_prompts_leave_programs_to_decodes_where_both_then_take_less() -> None:

@@ -254,11 +254,12 @@ def _best_splits(
             fits = np.flatnonzero(counts.sum(1) <= rounds * num_programs)
             if fits.size == 0:
                 continue
-            length = lengths[fits[0]]
-            cost = before + rounds * (length + ROW_TILE_COST) + MERGE_COST
+            of = counts[fits[0]]
+            longest = int((-(-rest // of)).max())
+            cost = before + rounds * (longest + ROW_TILE_COST) + MERGE_COST
             if cost < best[1]:
                 num_splits = np.ones_like(num_kv_tiles)
-                num_splits[order[num_whole:]] = counts[fits[0]]
+                num_splits[order[num_whole:]] = of
                 best = (num_splits, float(cost))
     return best
 
