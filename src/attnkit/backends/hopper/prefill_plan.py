@@ -34,7 +34,7 @@ from attnkit.backends.hopper.tuning import (
 Ints = npt.NDArray[np.int32]
 
 MAX_ROUNDS = 4
-"""Row tiles or splits that a program has where some are split, about. With more, all are busy alike."""
+"""Row tiles or splits that a program has where some are split. With more, all are busy alike."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -152,6 +152,7 @@ class RowWork:
     def share(self, num_programs: int, *, may_split: bool) -> RowTiles:
         """Share them out among so many programs at most; `may_split`: some may come in splits."""
         shares = _Shares.of(self.num_kv_tiles + ROW_TILE_COST, self.sections, num_programs)
+        may_split &= self.num_tiles < MAX_ROUNDS * num_programs
         # Sooner by 5 % at least, or it is not worth the memory.
         bar = 0.95 * shares.longest
         entry = np.arange(self.num_tiles)
