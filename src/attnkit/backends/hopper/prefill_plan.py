@@ -200,8 +200,9 @@ def programs_beside(work: RowWork, decode_bytes: float, head_size: int, num_sms:
         left = max(0.0, decode_bytes - rate * prompts) / MEMORY_BYTES_PER_US
         return max(prompts + left, decode_bytes / MEMORY_BYTES_PER_US)
 
-    even = {-(-work.num_tiles // rounds) for rounds in range(1, 9)}
-    step = max(1, num_sms // 8)
+    least = -(-work.num_tiles // num_sms)
+    even = {-(-work.num_tiles // rounds) for rounds in range(least, least + 5)}
+    step = max(1, num_sms // 4)
     candidates = [n for n in (*even, *range(step, num_sms, step)) if n < num_sms]
     best = min(candidates, key=time, default=num_sms)
     return best if best < num_sms and time(best) < 0.97 * time(num_sms) else num_sms
