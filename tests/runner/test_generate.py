@@ -177,7 +177,7 @@ main()
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "PYTHONIOENCODING": "utf-8"},
         check=False,
     )
