@@ -10,17 +10,21 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from attnkit.contract import CommonAttentionMetadata
+from attnkit.contract import AttentionType, CommonAttentionMetadata
 from attnkit.errors import BatchError
 
 
 class Looks(Protocol):
-    """A decoder layer, as far as its mask goes."""
+    """A layer, as far as its mask goes."""
 
     layer_name: str
+    attn_type: AttentionType
     sliding_window: int | None
     attention_chunk_size: int | None
+    use_non_causal: bool
+    use_mm_prefix: bool
     use_rswa: bool
+    use_tree_mask: bool
 
 
 def check_batch(batch: CommonAttentionMetadata, block_size: int) -> None:
@@ -94,6 +98,39 @@ def check_lengths(batch: CommonAttentionMetadata, block_size: int) -> None:
             f"request {row} of the batch has {lens[row]} tokens, beside a max_seq_len of "
             f"{batch.max_seq_len} and a block table of {width} blocks of {block_size}; give lengths "
             "from 0 that both hold"
+        )
+
+
+def check_masks(batch: CommonAttentionMetadata, layer: Looks) -> None:
+    """Whether the layer was built for the batch's masks: a backend that was not asked for one would
+    leave it out in silence.
+
+    Raises:
+        BatchError: it was not.
+    """
+    is_decoder = layer.attn_type is AttentionType.DECODER  # Of the others none is causal anyway.
+    if is_decoder and batch.causal is not True and not layer.use_non_causal:
+        given = batch.causal if isinstance(batch.causal, bool) else "a tensor"
+        raise BatchError(
+            f"the batch has causal={given}, and layer {layer.layer_name} is for causal batches; "
+            "build it with use_non_causal=True, or leave causal out"
+        )
+    if batch.mm_req_doc_ranges and not layer.use_mm_prefix:
+        raise BatchError(
+            f"the batch has mm_req_doc_ranges, and layer {layer.layer_name} was built without them; "
+            "build it with use_mm_prefix=True, or leave them out"
+        )
+    if batch.tree_mask is not None and not layer.use_tree_mask:
+        raise BatchError(
+            f"the batch has a tree_mask, and layer {layer.layer_name} was built without one; build "
+            "it with use_tree_mask=True, or leave it out"
+        )
+    has_prefixes = batch.rswa_prefix_lens is not None
+    if layer.sliding_window is not None and has_prefixes != layer.use_rswa:
+        has, was = ("rswa_prefix_lens", "out") if has_prefixes else ("no rswa_prefix_lens", "")
+        raise BatchError(
+            f"the batch has {has}, and layer {layer.layer_name} was built with{was} use_rswa; "
+            "prefixes are for the batches of layers with use_rswa=True, and for all of those"
         )
 
 

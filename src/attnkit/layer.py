@@ -37,6 +37,7 @@ from attnkit.errors import BackendError, BatchError, ConfigurationError
 from attnkit.output_quant import QuantizedOutput
 from attnkit.paged_layer import PagedLayer, logical_page, without_gradients, zero_rows
 from attnkit.selection import AttentionRequest, Choose, select
+from attnkit.step_checks import as_heads, check_cache, check_num_rows, check_num_written
 
 
 class Attention(PagedLayer):
@@ -354,11 +355,11 @@ class Attention(PagedLayer):
             BatchError: a tensor does not fit the layer or the plan; nothing has been written.
             UnsupportedConfiguration: the backend does not write such codes (`quantized`).
         """
-        q = self._heads("query", query, self.num_heads, self.head_size)
+        q = as_heads(self, "query", query, self.num_heads, self.head_size)
         k = v = None
         if key is not None and value is not None:
-            k = self._heads("key", key, self.num_kv_heads, self.head_size)
-            v = self._heads("value", value, self.num_kv_heads, self.head_size_v)
+            k = as_heads(self, "key", key, self.num_kv_heads, self.head_size)
+            v = as_heads(self, "value", value, self.num_kv_heads, self.head_size_v)
             if k.shape[0] != v.shape[0]:
                 raise BatchError(
                     f"layer {self.layer_name} got {k.shape[0]} keys and {v.shape[0]} values; "
@@ -369,29 +370,7 @@ class Attention(PagedLayer):
                 f"layer {self.layer_name} got {'no key' if key is None else 'no value'}, and its K and "
                 "V are in no other layer's cache; pass both, or set kv_sharing_target_layer_name"
             )
-        scales: tuple[torch.Tensor | None, ...] = ()
-        if quantized is None:
-            output = q.new_empty(q.shape[0], self.num_heads, self.head_size_v)
-        else:
-            self._check_quantized(quantized, q.shape[0])
-            output, scales = quantized.codes, (quantized.scale, quantized.block_scale)
-        lse = (
-            torch.full((q.shape[0], self.num_heads), -math.inf, device=q.device)
-            if self.return_lse
-            else None
-        )
-        if torch.compiler.is_compiling():
-            if not (kv_cache is None and attn_metadata is None and quantized is None):
-                raise ConfigurationError(
-                    "a compiled graph cannot carry a cache, a plan or memory for codes; leave them "
-                    "out and put attnkit.forward_context(...) around the compiled call"
-                )
-            torch.ops.attnkit.attention(q, k, v, output, lse, self._order, self._handle)
-        else:
-            self._fill(q, k, v, output, lse, kv_cache, attn_metadata, *scales)
-        if query.dim() == 2 and quantized is None:
-            output = output.flatten(1)
-        return output if lse is None else (output, lse)
+        return self._attend(q, k, v, kv_cache, attn_metadata, quantized, flat=query.dim() == 2)
 
     def _runs_without_kv(self) -> bool:
         return self.cache_name != self.layer_name or (
@@ -451,8 +430,8 @@ class Attention(PagedLayer):
         attn_metadata: Any,
     ) -> None:
         """Whether tensors, cache and plan are of one step, by their shapes alone."""
-        self._check_num_rows(query, attn_metadata)
+        check_num_rows(self, query, attn_metadata)
         if self._writes_cache and key is not None:
-            self._check_num_written(key, attn_metadata)
+            check_num_written(self, key, attn_metadata)
         if self._needs_cache:
-            self._check_cache(kv_cache, self._page)
+            check_cache(self, kv_cache, self._page)

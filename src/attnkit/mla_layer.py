@@ -48,6 +48,7 @@ from attnkit.output_quant import QuantizedOutput
 from attnkit.paged_layer import PagedLayer, logical_page, without_gradients, zero_rows
 from attnkit.prefill_selection import select_prefill
 from attnkit.selection import AttentionRequest, Choose, select
+from attnkit.step_checks import as_heads, check_cache, check_num_rows, check_num_written
 
 
 class MLAAttention(PagedLayer):
@@ -291,34 +292,15 @@ class MLAAttention(PagedLayer):
             UnsupportedConfiguration: the backend does not write such codes (`quantized`).
         """
         d = self.dimensions
-        query = self._heads("q", q, self.num_heads, d.qk_head_dim)
-        kv_c = self._heads("kv_c_normed", kv_c_normed, 1, d.kv_lora_rank)
-        pe = self._heads("k_pe", k_pe, 1, d.qk_rope_head_dim)
+        query = as_heads(self, "q", q, self.num_heads, d.qk_head_dim)
+        kv_c = as_heads(self, "kv_c_normed", kv_c_normed, 1, d.kv_lora_rank)
+        pe = as_heads(self, "k_pe", k_pe, 1, d.qk_rope_head_dim)
         if kv_c.shape[0] != pe.shape[0]:
             raise BatchError(
                 f"layer {self.layer_name} got {kv_c.shape[0]} latents and {pe.shape[0]} rotated parts; "
                 "give one of each per token"
             )
-        if quantized is not None:
-            self._check_quantized(quantized, query.shape[0])
-            output, scales = quantized.codes, (quantized.scale, quantized.block_scale)
-        else:
-            output, scales = query.new_empty(query.shape[0], self.num_heads, d.v_head_dim), ()
-        lse = None
-        if self.return_lse:
-            lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
-        if torch.compiler.is_compiling():
-            if not (kv_cache is None and attn_metadata is None and quantized is None):
-                raise ConfigurationError(
-                    "a compiled graph cannot carry a cache, a plan or memory for codes; leave them "
-                    "out and put attnkit.forward_context(...) around the compiled call"
-                )
-            torch.ops.attnkit.attention(query, kv_c, pe, output, lse, self._order, self._handle)
-        else:
-            self._fill(query, kv_c, pe, output, lse, kv_cache, attn_metadata, *scales)
-        if q.dim() == 2 and quantized is None:
-            output = output.flatten(1)
-        return output if lse is None else (output, lse)
+        return self._attend(query, kv_c, pe, kv_cache, attn_metadata, quantized, flat=q.dim() == 2)
 
     @without_gradients
     def _run(
@@ -348,11 +330,11 @@ class MLAAttention(PagedLayer):
                 f"layer {self.layer_name} has not read its kv_b_proj, which was not loaded when "
                 "the layer was made; call process_weights_after_loading first"
             )
-        self._check_num_rows(query, plan)
-        self._check_num_written(key, plan)
+        check_num_rows(self, query, plan)
+        check_num_written(self, key, plan)
         if self.indexer is not None:
             lists_of(self.indexer, plan.num_decode_tokens, query.device)
-        self._check_cache(kv_cache, self._page)
+        check_cache(self, kv_cache, self._page)
         assert kv_cache is not None
         # An older backend's own shape is taken as it is.
         cache = kv_cache[:, 0] if self._page is not None else kv_cache

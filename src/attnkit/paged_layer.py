@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from attnkit.arguments import check_count, check_dtype, check_kind, check_text
-from attnkit.batch_checks import check_batch, check_freed, check_lengths
+from attnkit.batch_checks import check_batch, check_freed, check_lengths, check_masks
 from attnkit.compiled import current_forward_context, new_handle, order_token
 from attnkit.contract import (
     AttentionBackend,
@@ -29,9 +29,10 @@ from attnkit.contract import (
     CommonAttentionMetadata,
     VllmConfig,
 )
-from attnkit.errors import BatchError, ConfigurationError, UnsupportedConfiguration
+from attnkit.errors import BatchError, ConfigurationError
 from attnkit.output_quant import QuantizedOutput
 from attnkit.selection import Choose, Selection
+from attnkit.step_checks import check_plan, check_quantized
 
 _COUNTER = itertools.count()
 _SCALES = ("_q_scale", "_k_scale", "_v_scale")
@@ -74,6 +75,7 @@ class PagedLayer(nn.Module):
         use_tree_mask: its batches may have a `tree_mask`.
         dtype, device: of its tensors.
         block_size: tokens in a kernel block.
+        tokens_per_state: tokens that a row of the cache stands for.
         vllm_config: engine configuration handed to the builder.
     """
 
@@ -93,6 +95,7 @@ class PagedLayer(nn.Module):
     use_mm_prefix: bool = False
     use_rswa: bool = False
     use_tree_mask: bool = False
+    tokens_per_state: int = 1
 
     _q_scale: torch.Tensor
     _k_scale: torch.Tensor
@@ -212,36 +215,15 @@ class PagedLayer(nn.Module):
         ):  # Others have other keys than the batch's tokens.
             check_lengths(common_attn_metadata, self.block_size)
             check_freed(common_attn_metadata, self)
+        if common_attn_metadata.block_size is None:  # So that the plan will say it.
+            common_attn_metadata = common_attn_metadata.replace(block_size=self.block_size)
         if self._builder is None:
             self._builder = self.make_builder()
         return self._builder.build(0, common_attn_metadata)
 
     def _check_masks(self, batch: CommonAttentionMetadata) -> None:
-        """A backend that was not asked for a mask would leave it out in silence."""
-        is_decoder = self.attn_type is AttentionType.DECODER  # Of the others none is causal anyway.
-        if is_decoder and batch.causal is not True and not self.use_non_causal:
-            given = batch.causal if isinstance(batch.causal, bool) else "a tensor"
-            raise BatchError(
-                f"the batch has causal={given}, and layer {self.layer_name} is for causal batches; "
-                "build it with use_non_causal=True, or leave causal out"
-            )
-        if batch.mm_req_doc_ranges and not self.use_mm_prefix:
-            raise BatchError(
-                f"the batch has mm_req_doc_ranges, and layer {self.layer_name} was built without them; "
-                "build it with use_mm_prefix=True, or leave them out"
-            )
-        if batch.tree_mask is not None and not self.use_tree_mask:
-            raise BatchError(
-                f"the batch has a tree_mask, and layer {self.layer_name} was built without one; build "
-                "it with use_tree_mask=True, or leave it out"
-            )
-        has_prefixes = batch.rswa_prefix_lens is not None
-        if self.sliding_window is not None and has_prefixes != self.use_rswa:
-            has, was = ("rswa_prefix_lens", "out") if has_prefixes else ("no rswa_prefix_lens", "")
-            raise BatchError(
-                f"the batch has {has}, and layer {self.layer_name} was built with{was} use_rswa; "
-                "prefixes are for the batches of layers with use_rswa=True, and for all of those"
-            )
+        """Whether the layer was built for the batch's masks; layers of a kind may want more."""
+        check_masks(batch, self)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Call once when a checkpoint is loaded: scales are checked, and host copies follow them.
@@ -308,6 +290,55 @@ class PagedLayer(nn.Module):
                 "neither for a profiling run"
             )
 
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+        attn_metadata: Any | None,
+        quantized: QuantizedOutput | None,
+        *,
+        flat: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The end of every `forward`: memory for output and LSE, filled by `_fill`, or in a compiled
+        graph by the node that stands for it.
+
+        Args:
+            query, key, value: of the layer's shapes.
+            quantized: write codes there and return them as the output.
+            flat: the output's heads lie in one dimension, as those of the query that was given.
+
+        Returns:
+            The output; with `return_lse` also the lse.
+
+        Raises:
+            ConfigurationError: a compiled call brought what a graph cannot carry.
+            BatchError: memory for codes, cache or plan are not of this step.
+        """
+        num_tokens = query.shape[0]
+        scales: tuple[torch.Tensor | None, ...] = ()
+        if quantized is None:
+            output = query.new_empty(num_tokens, self.num_heads, self.head_size_v)
+        else:
+            check_quantized(self, quantized, num_tokens)
+            output, scales = quantized.codes, (quantized.scale, quantized.block_scale)
+        lse = None
+        if self.return_lse:
+            lse = query.new_full((num_tokens, self.num_heads), -math.inf, dtype=torch.float32)
+        if torch.compiler.is_compiling():
+            if not (kv_cache is None and attn_metadata is None and quantized is None):
+                raise ConfigurationError(
+                    "a compiled graph cannot carry a cache, a plan or memory for codes; leave them "
+                    "out and put attnkit.forward_context(...) around the compiled call"
+                )
+            torch.ops.attnkit.attention(query, key, value, output, lse, self._order, self._handle)
+        else:
+            self._fill(query, key, value, output, lse, kv_cache, attn_metadata, *scales)
+        if flat and quantized is None:
+            output = output.flatten(1)
+        return output if lse is None else (output, lse)
+
     def _fill(
         self,
         query: torch.Tensor,
@@ -327,7 +358,7 @@ class PagedLayer(nn.Module):
         """
         kv_cache, plan = self._step_of(kv_cache, attn_metadata)
         if plan is not None:
-            self._check_plan(plan)
+            check_plan(self, plan, self._plan_cls)
         self._run(query, key, value, output, lse, kv_cache, plan, *scales)
         num_planned = getattr(plan, "num_actual_tokens", None)
         if num_planned is not None and num_planned < output.shape[0]:
@@ -336,96 +367,6 @@ class PagedLayer(nn.Module):
     @functools.cached_property
     def _plan_cls(self) -> type | None:
         return self.backend.get_builder_cls().get_plan_cls()
-
-    def _check_plan(self, plan: Any) -> None:
-        """Whether it is one of the backend's own, as far as its builder says what those are."""
-        wanted = self._plan_cls
-        if wanted is None or isinstance(plan, wanted):
-            return
-        given = "a batch" if isinstance(plan, CommonAttentionMetadata) else type(plan).__name__
-        raise BatchError(
-            f"layer {self.layer_name} got {given} as its plan, and plans of backend "
-            f"{self.selection.name} are {wanted.__name__}; pass what layer.build(batch) gives"
-        )
-
-    def _check_num_rows(self, query: torch.Tensor, attn_metadata: Any) -> None:
-        num_planned = getattr(attn_metadata, "num_actual_tokens", 0)
-        if query.shape[0] < num_planned:
-            raise BatchError(
-                f"layer {self.layer_name} got {query.shape[0]} query rows for a plan of "
-                f"{num_planned} tokens; pass the tensors of the batch that was planned"
-            )
-
-    def _check_num_written(self, key: torch.Tensor, attn_metadata: Any) -> None:
-        num_slots = attn_metadata.slot_mapping.shape[0]
-        if key.shape[0] < num_slots:
-            raise BatchError(
-                f"layer {self.layer_name} got {key.shape[0]} keys for a plan that writes "
-                f"{num_slots}; pass the tensors of the batch that was planned"
-            )
-
-    def _check_cache(
-        self, kv_cache: torch.Tensor | None, page: tuple[int, int, int, torch.dtype] | None
-    ) -> None:
-        """Whether a cache is there and its blocks look like `page`."""
-        if kv_cache is None:
-            raise BatchError(
-                f"layer {self.layer_name} got a plan but no cache; pass cache[{self.cache_name!r}]"
-            )
-        if page is not None and (*kv_cache.shape[1:], kv_cache.dtype) != page:
-            *shape, dtype = page
-            raise BatchError(
-                f"layer {self.layer_name} got a cache of shape {tuple(kv_cache.shape)} and "
-                f"{kv_cache.dtype}; its blocks are {tuple(shape)} of {dtype} (KV heads, block_size, "
-                f"sizes of K and V together)"
-            )
-
-    def _check_quantized(self, quantized: QuantizedOutput, num_tokens: int) -> None:
-        """Whether the impl writes such codes, and there is room for this step's."""
-        if not isinstance(quantized, QuantizedOutput):
-            raise BatchError(
-                f"layer {self.layer_name} got {type(quantized).__name__} as `quantized`; give memory "
-                "for codes, a QuantizedOutput"
-            )
-        if not self.impl.fused_output_quant_supported(quantized.key):  # type: ignore[attr-defined]
-            reason = f"quantised outputs ({quantized.key}) are not supported"
-            raise UnsupportedConfiguration(
-                f"backend {self.selection.name}: {reason}; leave `quantized` out and quantise after",
-                (reason,),
-            )
-        width = self.num_heads * self.head_size_v
-        if quantized.shape != (num_tokens, width):
-            raise BatchError(
-                f"layer {self.layer_name} got memory for codes of {quantized.shape} numbers; its output "
-                f"is {(num_tokens, width)}"
-            )
-
-    def _heads(self, name: str, x: torch.Tensor, heads: int, size: int) -> torch.Tensor:
-        """`x` as (num_tokens, heads, size)."""
-        if (
-            isinstance(x, torch.Tensor)
-            and x.dtype is self.dtype
-            and x.shape[1:] == (heads, size)
-            and x.device == self.device
-        ):
-            return x
-        if not isinstance(x, torch.Tensor):
-            raise BatchError(
-                f"{name} of layer {self.layer_name} is {type(x).__name__}; give a torch.Tensor"
-            )
-        if x.dim() == 2 and x.shape[1] == heads * size:
-            x = x.unflatten(1, (heads, size))
-        if x.dim() != 3 or x.shape[1] != heads or x.shape[2] != size:
-            raise BatchError(
-                f"{name} of layer {self.layer_name} has shape {tuple(x.shape)}; give "
-                f"(num_tokens, {heads}, {size}) or (num_tokens, {heads * size})"
-            )
-        if x.dtype != self.dtype or x.device.type != self.device.type:
-            raise BatchError(
-                f"{name} of layer {self.layer_name} is {x.dtype} on {x.device}, the layer was built "
-                f"for {self.dtype} on {self.device}"
-            )
-        return x
 
 
 def _check_vllm_config(vllm_config: Any | None) -> None:

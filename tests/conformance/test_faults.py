@@ -12,7 +12,7 @@ from attnkit.conformance.faults.captured import CAPTURED_FAULTS, CapturedTwinBac
 from attnkit.conformance.faults.coded import CODED_FAULTS, CodedTwinBackend
 from attnkit.conformance.subject import LawBroken, Subject
 from attnkit.conformance.twin import TwinBackend
-from attnkit.conformance.verify import Check, all_checks, verify
+from attnkit.conformance.verify import Check, all_checks
 
 
 @functools.cache
@@ -39,12 +39,6 @@ def test_each_mistake_with_graphs_is_caught_by_its_law(fault: Fault) -> None:
     with pytest.raises(LawBroken):
         checks(fault.backend)[fault.caught_by].run()
     checks(CapturedTwinBackend)[fault.caught_by].run()
-
-
-def test_the_twin_passes_everything_it_claims() -> None:
-    report = verify(TwinBackend)
-    assert report.ok, str(report)
-    assert report.num_cases >= 500
 
 
 def test_there_are_enough_kinds_of_mistakes() -> None:

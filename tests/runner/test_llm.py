@@ -549,9 +549,10 @@ def random_cases() -> list[tuple[list[int], SamplingParams]]:
 
 
 @pytest.fixture(scope="module")
-def alone(folder) -> tuple[LLM, list[list[int]]]:
+def alone(tmp_path_factory) -> tuple[LLM, list[list[int]]]:
     """A model, and what each of the random cases gives when nothing else runs."""
-    llm = make_llm(folder, enable_prefix_caching=False)
+    shallow = tiny_models.save_model(tmp_path_factory.mktemp("shallow"), num_hidden_layers=2)
+    llm = make_llm(shallow, enable_prefix_caching=False)
     return llm, [tokens(llm.generate(*case))[0] for case in random_cases()]
 
 

@@ -240,6 +240,7 @@ class FlashAttnMetadata(AttentionMetadata):
         seq_lens: int32 (R,).
         key_start_loc: int32 (R + 1,), their sums.
         block_table: int32 (R, W).
+        block_size: tokens in a page, as the batch says it; None: it does not.
         slot_mapping: int64, for the layer's cache write.
         max_query_len, max_seq_len: of the batch.
     """
@@ -249,6 +250,7 @@ class FlashAttnMetadata(AttentionMetadata):
     seq_lens: torch.Tensor
     key_start_loc: torch.Tensor
     block_table: torch.Tensor
+    block_size: int | None
     slot_mapping: torch.Tensor
     max_query_len: int
     max_seq_len: int
@@ -287,6 +289,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             seq_lens=seq_lens,
             key_start_loc=torch.nn.functional.pad(seq_lens.cumsum(0), (1, 0)).to(torch.int32),
             block_table=batch.block_table_tensor[:num_reqs],
+            block_size=batch.block_size,
             slot_mapping=batch.slot_mapping,
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,

@@ -167,7 +167,8 @@ def _requests_of_model(
     model: str | None, dtype: torch.dtype, backend: str
 ) -> dict[str, AttentionRequest]:
     """One request per kind of layer, named after the layers that are of it."""
-    from attnkit.runner.model import load_layer_facts, serves_latents, takes_ranges
+    from attnkit.runner.layers import serves_latents, takes_ranges
+    from attnkit.runner.model import load_layer_facts
 
     kinds: dict[AttentionRequest, list[str]] = {}
     for facts in load_layer_facts(model, dtype):

@@ -4,8 +4,11 @@ One module exports every name. What each means stands in the file it is defined 
 
     types          AttentionType, AttentionCGSupport, MultipleOf
     backend        AttentionBackend: what can it do
+    reasons        why it cannot serve a layer, in words
+    subclass       backends like others with something changed
     builder        AttentionMetadataBuilder: plan once per batch
-    impl           AttentionImpl, MLAAttentionImpl: run a layer
+    impl           AttentionImpl: run a layer
+    mla_impl       MLAAttentionImpl: run a layer that keeps latents
     mla            MLADimensions: sizes of a layer that keeps latents
     metadata       CommonAttentionMetadata: one batch
     spans          ranges and prefixes of a batch, checked, and per token for kernels
@@ -17,11 +20,7 @@ One module exports every name. What each means stands in the file it is defined 
     config         the slice of an engine's configuration that backends read
 """
 
-from attnkit.contract.backend import (
-    AttentionBackend,
-    subclass_attention_backend,
-    subclass_attention_backend_with_overrides,
-)
+from attnkit.contract.backend import AttentionBackend
 from attnkit.contract.builder import AttentionMetadataBuilder, CommonMetadataBuilder
 from attnkit.contract.config import (
     CacheConfig,
@@ -37,12 +36,7 @@ from attnkit.contract.config import (
     parallel_context,
 )
 from attnkit.contract.device import KNOWN_DEVICES, DeviceCapability
-from attnkit.contract.impl import (
-    AttentionImpl,
-    AttentionImplBase,
-    AttentionLayer,
-    MLAAttentionImpl,
-)
+from attnkit.contract.impl import AttentionImpl, AttentionImplBase, AttentionLayer
 from attnkit.contract.kv_cache_spec import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -62,6 +56,7 @@ from attnkit.contract.metadata import (
     CommonAttentionMetadata,
 )
 from attnkit.contract.mla import MLADimensions, SparseIndexer
+from attnkit.contract.mla_impl import MLAAttentionImpl
 from attnkit.contract.quant import (
     CACHE_DTYPES,
     CacheDType,
@@ -77,6 +72,10 @@ from attnkit.contract.quant import (
     kv_cache_torch_dtype,
 )
 from attnkit.contract.spans import check_prefix_lens, check_ranges
+from attnkit.contract.subclass import (
+    subclass_attention_backend,
+    subclass_attention_backend_with_overrides,
+)
 from attnkit.contract.tree import check_tree_words, tree_words
 from attnkit.contract.types import AttentionCGSupport, AttentionType, MultipleOf
 from attnkit.contract.variant import AttentionVariant

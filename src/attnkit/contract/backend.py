@@ -12,17 +12,16 @@ import. What attnkit adds stands in a block of its own at the end of the class.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attnkit.contract.device import KNOWN_DEVICES, DeviceCapability
+from attnkit.contract import reasons
+from attnkit.contract.device import DeviceCapability
 from attnkit.contract.impl import AttentionImplBase
 from attnkit.contract.kv_cache_spec import AttentionSpec, KVCacheLayout, KVCacheSpec
 from attnkit.contract.metadata import AttentionMetadata
 from attnkit.contract.mla import MLADimensions
-from attnkit.contract.quant import CACHE_DTYPES
 from attnkit.contract.types import AttentionType, MultipleOf
 
 if TYPE_CHECKING:
@@ -294,83 +293,53 @@ class AttentionBackend(ABC):
         Asked by selection and by `attnkit explain`. Reasons come in a fixed order, each with the
         value that was asked for and what is allowed.
         """
-        reasons: list[str] = []
-
-        def wants(asked: bool, has: bool, feature: str) -> None:
-            if asked and not has:
-                reasons.append(f"{feature} is asked for, which this backend does not do")
-
-        # What is allowed is asked, not read from the lists: a backend may override the question only.
-        if not cls.supports_head_size(head_size):
-            sizes = cls.get_supported_head_sizes() or list(filter(cls.supports_head_size, _HEADS))
-            reasons.append(f"head size {head_size} is not supported ({_allowed(sizes)})")
-        if not cls.supports_dtype(dtype):
-            dtypes = [_dtype(d) for d in _DTYPES if cls.supports_dtype(d)]
-            reasons.append(f"dtype {_dtype(dtype)} is not supported ({_allowed(dtypes)})")
-        if not cls.supports_kv_cache_dtype(kv_cache_dtype):
-            formats = list(filter(cls.supports_kv_cache_dtype, CACHE_DTYPES))
-            reasons.append(
-                f"KV cache dtype {kv_cache_dtype} is not supported ({_allowed(formats)})"
-            )
-        if not cls.supports_block_size(block_size):
-            blocks = cls.get_supported_kernel_block_sizes()
-            reasons.append(
-                f"block size {block_size} is not supported "
-                f"({_allowed(blocks)}, and larger blocks that split into these)"
-            )
-        wants(use_mm_prefix, cls.supports_mm_prefix(), "bidirectional multimodal prefix")
-        if use_mla != cls.is_mla():
-            reasons.append(
-                "the layer is MLA, this backend reads dense K/V only"
-                if use_mla
-                else "the layer is dense, this backend reads MLA latents only"
-            )
-        wants(has_sink, cls.supports_sink(), "attention sink")
-        if use_sparse != cls.is_sparse():
-            reasons.append(
-                "the layer is sparse, this backend attends to all keys only"
-                if use_sparse
-                else "the layer is not sparse, this backend attends to chosen keys only"
-            )
-        wants(
-            use_per_head_quant_scales,
-            cls.supports_per_head_quant_scales(),
-            "one K/V scale per head",
-        )
-        if not cls.supports_compute_capability(device_capability):
-            devices = [d for d in KNOWN_DEVICES if cls.supports_compute_capability(d)]
-            reasons.append(f"device {device_capability} is not supported ({_allowed(devices)})")
-        if not cls.supports_attn_type(attn_type):
-            types = [t.value for t in AttentionType if cls.supports_attn_type(t.value)]
-            reasons.append(f"attention type {attn_type} is not supported ({_allowed(types)})")
-        wants(has_sliding_window, cls.supports_sliding_window(), "sliding window")
-        wants(use_rswa, cls.supports_rswa(), "reference sliding window (R-SWA)")
-        wants(use_non_causal, cls.supports_non_causal(), "non-causal decoder attention")
-        if use_mla and use_non_causal and use_dcp:
-            wants(True, cls.supports_non_causal_dcp(), "non-causal MLA decode over DCP ranks")
-        wants(use_batch_invariant, cls.supports_batch_invariance(), "batch invariance")
-        wants(use_kv_connector, cls.supports_kv_connector(), "KV connector")
-        wants(use_pcp, cls.supports_pcp(), "prefill context parallelism (PCP)")
-        wants(use_dcp, cls.supports_dcp(), "decode context parallelism (DCP)")
-        wants(
-            use_adaptive_verification,
-            cls.supports_device_cpu_query_lens_mismatch(),
-            "adaptive verification (query lengths decided on the device)",
-        )
-        combination = cls.supports_combination(
-            head_size,
-            dtype,
-            kv_cache_dtype,
-            block_size,
-            use_mla,
-            has_sink,
-            use_sparse,
-            use_mm_prefix,
-            device_capability,
-        )
-        if combination is not None:
-            reasons.append(combination)
-        return reasons
+        lacks = reasons.lacks
+        found = [
+            reasons.of_head_size(cls, head_size),
+            reasons.of_dtype(cls, dtype),
+            reasons.of_kv_cache_dtype(cls, kv_cache_dtype),
+            reasons.of_block_size(cls, block_size),
+            lacks(use_mm_prefix, cls.supports_mm_prefix, "bidirectional multimodal prefix"),
+            reasons.of_mla(cls, use_mla),
+            lacks(has_sink, cls.supports_sink, "attention sink"),
+            reasons.of_sparse(cls, use_sparse),
+            lacks(
+                use_per_head_quant_scales,
+                cls.supports_per_head_quant_scales,
+                "one K/V scale per head",
+            ),
+            reasons.of_device(cls, device_capability),
+            reasons.of_attn_type(cls, attn_type),
+            lacks(has_sliding_window, cls.supports_sliding_window, "sliding window"),
+            lacks(use_rswa, cls.supports_rswa, "reference sliding window (R-SWA)"),
+            lacks(use_non_causal, cls.supports_non_causal, "non-causal decoder attention"),
+            lacks(
+                use_mla and use_non_causal and use_dcp,
+                cls.supports_non_causal_dcp,
+                "non-causal MLA decode over DCP ranks",
+            ),
+            lacks(use_batch_invariant, cls.supports_batch_invariance, "batch invariance"),
+            lacks(use_kv_connector, cls.supports_kv_connector, "KV connector"),
+            lacks(use_pcp, cls.supports_pcp, "prefill context parallelism (PCP)"),
+            lacks(use_dcp, cls.supports_dcp, "decode context parallelism (DCP)"),
+            lacks(
+                use_adaptive_verification,
+                cls.supports_device_cpu_query_lens_mismatch,
+                "adaptive verification (query lengths decided on the device)",
+            ),
+            cls.supports_combination(
+                head_size,
+                dtype,
+                kv_cache_dtype,
+                block_size,
+                use_mla,
+                has_sink,
+                use_sparse,
+                use_mm_prefix,
+                device_capability,
+            ),
+        ]
+        return [reason for reason in found if reason is not None]
 
     # The older generation's cache and metadata classes. A backend that overrides
     # `get_kv_cache_shape` gets a tensor of that shape instead of the logical (B, H, N, C).
@@ -477,62 +446,3 @@ class AttentionBackend(ABC):
         except NotImplementedError:
             return False
         return bool(getattr(impl_cls, flag, False))
-
-
-_HEADS = range(8, 513, 8)
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-"""What a refusal asks about to say what would be allowed, where the backend names no list."""
-
-
-def _allowed(values: Sequence[Any]) -> str:
-    if (
-        len(values) > 8
-        and isinstance(values[0], int)
-        and list(values) == list(range(values[0], values[-1] + 1, 8))
-    ):
-        return f"allowed: {values[0]} to {values[-1]} in steps of 8"
-    return f"allowed: {', '.join(str(v) for v in values) or 'none that is known'}"
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def subclass_attention_backend(
-    name_prefix: str,
-    attention_backend_cls: type[AttentionBackend],
-    builder_cls: type[AttentionMetadataBuilder],
-) -> type[AttentionBackend]:
-    """A backend like another with its own builder: how wrappers change a plan, not a kernel.
-
-    Args:
-        name_prefix: goes before the class name, so that wrapped layers form their own group; the
-            module stays that of the wrapped class, so wraps of equally named classes stay apart.
-        attention_backend_cls: what to wrap; everything else, `get_name` included, is inherited.
-        builder_cls: what `get_builder_cls` of the new class returns.
-    """
-    return subclass_attention_backend_with_overrides(
-        name_prefix, attention_backend_cls, {"get_builder_cls": staticmethod(lambda: builder_cls)}
-    )
-
-
-def subclass_attention_backend_with_overrides(
-    name_prefix: str,
-    attention_backend_cls: type[AttentionBackend],
-    overrides: dict[str, Any],
-) -> type[AttentionBackend]:
-    """A backend like another with other methods, as `subclass_attention_backend` makes one.
-
-    Args:
-        name_prefix, attention_backend_cls: as there.
-        overrides: attribute -> `staticmethod`, `classmethod` or value of the new class.
-    """
-    return type(
-        name_prefix + attention_backend_cls.__name__,
-        (attention_backend_cls,),
-        {
-            "__module__": attention_backend_cls.__module__,
-            "__doc__": attention_backend_cls.__doc__,
-            **overrides,
-        },
-    )

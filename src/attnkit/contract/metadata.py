@@ -44,7 +44,8 @@ class AttentionMetadata:
     """Optional base for a backend's own metadata class; it asks nothing.
 
     A plan may be of any class. If the backend leaves the cache write to the layer
-    (`forward_includes_kv_cache_update = False`), the plan must have a `slot_mapping` attribute.
+    (`forward_includes_kv_cache_update = False`), the plan must have a `slot_mapping` attribute. A plan
+    with a `block_size` attribute, the batch's, is refused by layers of another one.
     """
 
 

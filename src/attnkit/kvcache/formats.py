@@ -25,6 +25,8 @@ A layer of latents (MLA) has one such row a token: the latent in place of K and 
 of V, both scaled by `_k_scale`. `latent_format` gives the formats for those, among them
 
     fp8_ds_mla                      K float8, V bfloat16     float32 per 128 of K  L + L / 32 + 2 R
+
+DeepSeek-V4's, which only that model's own kernels attend over, are in `deepseek_v4`.
 """
 
 from __future__ import annotations

@@ -115,3 +115,15 @@ def check_backend(
             f"backend {asked} does not do {', '.join(reasons)}; `attnkit backends` says what it does",
             tuple(reasons),
         )
+
+
+def check_two_sided(name: str, *, kv_connector: bool, compile: bool) -> None:
+    """What an encoder-decoder is run without; `name` is the model's.
+
+    Raises:
+        ConfigurationError: it was asked for.
+    """
+    for asked in (n for n, v in (("kv_connector", kv_connector), ("compile", compile)) if v):
+        raise ConfigurationError(
+            f"{asked}=True is for decoders, and {name} is an encoder-decoder; leave it out"
+        )

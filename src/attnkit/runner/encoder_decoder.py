@@ -15,7 +15,6 @@ import torch
 
 from attnkit.compiled import forward_context
 from attnkit.contract import (
-    AttentionBackend,
     AttentionSpec,
     AttentionType,
     CrossAttentionSpec,
@@ -68,17 +67,16 @@ class PackedEncoderDecoder(PackedModel):
     def _build(
         self,
         facts: Sequence[LayerFacts],
-        backend: str | type[AttentionBackend],
         block_size: int | None,
         max_num_seqs: int,
         max_num_batched_tokens: int,
     ) -> None:
-        super()._build(facts, backend, block_size, max_num_seqs, max_num_batched_tokens)
+        super()._build(facts, block_size, max_num_seqs, max_num_batched_tokens)
         config: VllmConfig = next(iter(self.layers.values())).vllm_config
         longest = replace(config.model_config, max_model_len=self.max_encoder_len)
         config = replace(config, model_config=longest)
         self.encoder_layers = {
-            fact.name: self._layer(fact, backend, self.block_size, config)
+            fact.name: self._maker.make(fact, self.block_size, config)
             for fact in self._encoder_facts
         }
         self._encoder_builders = builders_of(self.encoder_layers)

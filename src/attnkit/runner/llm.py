@@ -7,19 +7,20 @@ increments. What runs is decided here once: device, dtype, backend, pages; the s
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
-from attnkit.arguments import check_attribute, is_count
+from attnkit.arguments import check_attribute
 from attnkit.contract import AttentionBackend
 from attnkit.errors import CacheError, ConfigurationError, ModelError, RequestError
 from attnkit.indexer import check_index_format
 from attnkit.kvcache.transfer import KVConnector
-from attnkit.runner.arguments import check_backend, check_counts, check_modes
+from attnkit.runner.arguments import check_backend, check_counts, check_modes, check_two_sided
+from attnkit.runner.chat import Message, as_conversations, render
 from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.encoder_decoder import PackedEncoderDecoder
 from attnkit.runner.engine import Engine, EngineStats
@@ -30,6 +31,7 @@ from attnkit.runner.interrupt import Interrupted, interrupts_after
 from attnkit.runner.linear import pack_linears
 from attnkit.runner.loading import (
     check_dtype_name,
+    eos_token_ids,
     find_auto_class,
     load_config,
     load_model,
@@ -42,16 +44,15 @@ from attnkit.runner.prompts import (
     EnginePrompt,
     Prompt,
     PromptReader,
-    check_encodable,
+    as_prompts,
     read_token_ids,
 )
-from attnkit.runner.sampling_params import SamplingParams
+from attnkit.runner.sampling_params import SamplingParams, params_for
 from attnkit.runner.scheduler import check_budget
 from attnkit.runner.sound import reads_sound
-from attnkit.runner.two_sides import is_encoder_decoder
+from attnkit.runner.two_sides import decoder_start
 from attnkit.runner.weights import check_weights, quantize_linears
 
-Message: TypeAlias = Mapping[str, Any]
 Progress: TypeAlias = Callable[[int, int, int], None]
 
 
@@ -162,7 +163,9 @@ class LLM:
         self.name = checkpoint.name
         self.model_path: Path = checkpoint.path
         loaded, self.dtype = load_model(checkpoint, dtype, where)
-        if self._is_encoder_decoder(loaded, kv_connector, compile):
+        start = decoder_start(loaded)
+        if start is not None:
+            check_two_sided(self.name, kv_connector=kv_connector, compile=compile)
             enable_prefix_caching = False  # A request's first step fills its encoder pages.
         # Before its weights are packed, which hides them.
         self._fingerprint = model_fingerprint(loaded) if kv_connector else None
@@ -173,7 +176,7 @@ class LLM:
             )
         pack_linears(loaded)
         captures = where.type == "cuda" and cuda_graphs is not False
-        packed_cls = PackedModel if self._decoder_start is None else PackedEncoderDecoder
+        packed_cls = PackedModel if start is None else PackedEncoderDecoder
         packed = packed_cls(
             loaded,
             backend=backend,
@@ -201,7 +204,7 @@ class LLM:
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
             enable_prefix_caching=enable_prefix_caching,
-            eos_token_ids=_eos_token_ids(loaded, self._tokenizer),
+            eos_token_ids=eos_token_ids(loaded, self._tokenizer),
             tokenizer=self._tokenizer,
             seed=seed,
             poison=debug_poison,
@@ -210,7 +213,7 @@ class LLM:
         )
         self._prompts = PromptReader(
             lambda text, special: self.tokenizer.encode(text, add_special_tokens=special),
-            self._decoder_start,
+            start,
             hears=reads_sound(loaded.config),
         )
         self._executor: ThreadPoolExecutor | None = None
@@ -275,8 +278,8 @@ class LLM:
             RequestError: a prompt or its parameters are not allowed, by its index; nothing has run.
             Interrupted: Ctrl-C; a KeyboardInterrupt that has the unfinished outputs.
         """
-        many = _as_list(prompts)
-        params = _params_for(sampling_params, len(many))
+        many = as_prompts(prompts)
+        params = params_for(sampling_params, len(many))
         encoded = [self._prompts.read(index, prompt) for index, prompt in enumerate(many)]
         return self._run(self._add_all(encoded, params), progress)
 
@@ -296,8 +299,8 @@ class LLM:
             ModelError: the model has no chat template.
             RequestError: these are no conversations, or the template refuses them, or as `generate`.
         """
-        many = _conversations(messages)
-        params = _params_for(sampling_params, len(many))
+        many = as_conversations(messages)
+        params = params_for(sampling_params, len(many))
         texts = [self.encode_chat(conversation) for conversation in many]
         encoded = [EnginePrompt(text=text, token_ids=ids) for text, ids in texts]
         return self._run(self._add_all(encoded, params), progress)
@@ -309,22 +312,11 @@ class LLM:
             ModelError: the model has no chat template.
             RequestError: it refuses these messages.
         """
-        from jinja2 import TemplateError
-
         if not self.has_chat_template:
             raise ModelError(
                 f"{self.name} has no chat template; use generate with plain text, or another model"
             )
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False
-            )
-        except (TemplateError, KeyError, TypeError, ValueError) as error:
-            raise RequestError(
-                f"the chat template of {self.name} refuses these messages: {error}; give a list of "
-                "{'role': ..., 'content': ...}"
-            ) from error
-        check_encodable("the conversation", text)
+        text = render(self.tokenizer, self.name, messages)
         return text, self.tokenizer.encode(text, add_special_tokens=False)
 
     @property
@@ -343,7 +335,7 @@ class LLM:
             RequestError: the prompt or its parameters are not allowed.
             Interrupted: Ctrl-C, with what there was.
         """
-        (entry,) = self._add_all([self._prompts.read(0, prompt)], _params_for(sampling_params, 1))
+        (entry,) = self._add_all([self._prompts.read(0, prompt)], params_for(sampling_params, 1))
         return self._iterate(entry)
 
     async def stream(
@@ -358,7 +350,7 @@ class LLM:
         """
         import asyncio
 
-        (entry,) = self._add_all([self._prompts.read(0, prompt)], _params_for(sampling_params, 1))
+        (entry,) = self._add_all([self._prompts.read(0, prompt)], params_for(sampling_params, 1))
         if self._executor is None:
             # One thread: steps come one after another anyway, and torch keeps a pool per thread.
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="attnkit")
@@ -440,26 +432,6 @@ class LLM:
         finally:
             self.engine.abort([entry])
 
-    def _is_encoder_decoder(self, model: Any, kv_connector: bool, compile: bool) -> bool:
-        """Find how a decoder begins that reads an encoder's output; `_decoder_start` is None without.
-
-        Raises:
-            ConfigurationError: something was asked for that such a model does not do.
-        """
-        self._decoder_start: list[int] | None = None
-        if not is_encoder_decoder(model):
-            return False
-        for name in (n for n, v in (("kv_connector", kv_connector), ("compile", compile)) if v):
-            raise ConfigurationError(
-                f"{name}=True is for decoders, and {self.name} is an encoder-decoder; leave it out"
-            )
-        said = model.generation_config
-        start = [said.decoder_start_token_id, said.forced_bos_token_id]
-        if start[0] is None:
-            start[0] = getattr(model.config, "decoder_start_token_id", None)
-        self._decoder_start = [token for token in start if token is not None]
-        return True
-
     def _add_all(
         self,
         prompts: Sequence[EnginePrompt],
@@ -502,62 +474,3 @@ class LLM:
             self.engine.abort(entries)
             raise
         return [entry.output() for entry in entries]
-
-
-def _eos_token_ids(model: Any, tokenizer: Any) -> set[int]:
-    """The tokens that end an output: the generation config's and the tokenizer's, else the config's.
-
-    Chat models end a turn with a token of their own, which some name in the one and some in the other.
-    """
-    found: set[int] = set()
-    for source in (getattr(model, "generation_config", None), tokenizer):
-        found |= _token_ids(getattr(source, "eos_token_id", None))
-    return found or _token_ids(getattr(model.config, "eos_token_id", None))
-
-
-def _token_ids(value: int | Sequence[int] | None) -> set[int]:
-    if value is None:
-        return set()
-    return {value} if isinstance(value, int) else set(value)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise RequestError(f"prompts is {prompts!r}; give a text, token ids, or a list of such")
-    many: list[Any] = list(prompts)
-    if many and all(is_count(p) for p in many):
-        return [many]
-    return many
-
-
-def _conversations(
-    messages: Sequence[Message] | Sequence[Sequence[Message]],
-) -> list[Sequence[Message]]:
-    """One conversation, or several."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise RequestError(
-            f"messages is {type(messages).__name__}; give a list of {{'role': ..., 'content': ...}}, or "
-            "a list of such lists"
-        )
-    many: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-    return list(many)
-
-
-def _params_for(
-    given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if given is None:
-        given = SamplingParams()
-    if isinstance(given, SamplingParams):
-        return [given] * num_prompts
-    if not isinstance(given, Sequence) or not all(isinstance(p, SamplingParams) for p in given):
-        raise RequestError(
-            f"sampling_params is {given!r}; give SamplingParams, or one each in a list"
-        )
-    if len(given) != num_prompts:
-        raise RequestError(
-            f"{num_prompts} prompts but {len(given)} sampling_params were given; give one, or one each"
-        )
-    return list(given)

@@ -7,7 +7,7 @@ is wrong with the files. Code that comes with a checkpoint is never run.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -204,3 +204,20 @@ def _quiet_loading() -> Iterator[None]:
     finally:
         if had_bar:
             logging.enable_progress_bar()
+
+
+def eos_token_ids(model: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end an output: the generation config's and the tokenizer's, else the config's.
+
+    Chat models end a turn with a token of their own, which some name in the one and some in the other.
+    """
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), tokenizer):
+        found |= _token_ids(getattr(source, "eos_token_id", None))
+    return found or _token_ids(getattr(model.config, "eos_token_id", None))
+
+
+def _token_ids(value: int | Sequence[int] | None) -> set[int]:
+    if value is None:
+        return set()
+    return {value} if isinstance(value, int) else set(value)

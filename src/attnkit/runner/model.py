@@ -8,22 +8,19 @@ own and no cache.
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from attnkit.backends.wrappers import cross_attention
 from attnkit.compiled import forward_context
 from attnkit.contract import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionSpec,
-    AttentionType,
     CacheConfig,
     CompilationConfig,
     ModelConfig,
@@ -31,14 +28,12 @@ from attnkit.contract import (
     VllmConfig,
 )
 from attnkit.errors import ConfigurationError, ModelError
-from attnkit.indexer import LightningIndexer
 from attnkit.kvcache.groups import plan_kv_cache
 from attnkit.kvcache.pool import PagedKVCache
-from attnkit.paged_layer import PagedLayer
 from attnkit.runner import hook, two_sides
 from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.discovery import LayerFacts
-from attnkit.runner.indexers import IndexerFacts, make_indexer
+from attnkit.runner.layers import LayerMaker, indexers_of, takes_ranges
 from attnkit.runner.loading import load_model
 from attnkit.runner.shared_pages import allocate_pages, blocks_per_block
 from attnkit.runner.step import ImageRows, StepInputs
@@ -51,7 +46,6 @@ from attnkit.runner.takeover import (
     restore_attention,
     set_attention,
 )
-from attnkit.selection import Choose, find_named, select
 
 _LENGTH_NAMES = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions",
@@ -120,10 +114,7 @@ class PackedModel:
         self.device = next(model.parameters()).device
         self.max_model_len = max_model_len_of(model.config, max_model_len)
         self.capture_sizes = tuple(capture_sizes)
-        self._use_kv_connector, self._index_cache_dtype = use_kv_connector, index_cache_dtype
-        self._is_compiled = False
-        self._choose: Choose = functools.cache(select)
-        self._lists: dict[tuple[int, int], torch.Tensor] = {}
+        self._around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self._previous = attention_names(model)
         with left_alone_on_error(model):
             facts = self._probe()
@@ -134,7 +125,14 @@ class PackedModel:
                 )
             self.token_types = facts[0].token_types
             self.takes_ranges = use_token_types and takes_ranges(facts[0], backend)
-            self._build(facts, backend, block_size, max_num_seqs, max_num_batched_tokens)
+            self._maker = LayerMaker(
+                backend=backend,
+                device=self.device,
+                use_kv_connector=use_kv_connector,
+                index_cache_dtype=index_cache_dtype,
+                takes_ranges=self.takes_ranges,
+            )
+            self._build(facts, block_size, max_num_seqs, max_num_batched_tokens)
             self._modules = {fact.name: fact.module for fact in facts}
             self.attach()
 
@@ -180,7 +178,6 @@ class PackedModel:
     def _build(
         self,
         facts: Sequence[LayerFacts],
-        backend: str | type[AttentionBackend],
         block_size: int | None,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -201,7 +198,7 @@ class PackedModel:
         default = 16 if self.device.type == "cuda" else 64
         wanted = default if block_size is None else block_size
         # Made once to see which backends are chosen, and again when their page is known.
-        layers = {fact.name: self._layer(fact, backend, wanted, config) for fact in facts}
+        layers = {fact.name: self._maker.make(fact, wanted, config) for fact in facts}
         if block_size is None:
             wanted = max(la.backend.get_preferred_block_size(default) for la in layers.values())
         self.block_size = wanted
@@ -210,14 +207,14 @@ class PackedModel:
             specs[name] = self._cache_spec(layer, wanted)
         beside = {
             name: (indexer.layer_name, indexer.get_kv_cache_spec(wanted))
-            for name, indexer in _indexers(layers).items()
+            for name, indexer in indexers_of(layers).items()
         }
         self.kv_plan = plan_kv_cache(specs, beside)
         self.blocks_per_block = blocks_per_block(self.kv_plan, layers)
         config = replace(config, cache_config=CacheConfig(block_size=wanted))
         sizes = {n: s.block_size // self.blocks_per_block for n, s in self.kv_plan.specs.items()}
-        self.layers = {f.name: self._layer(f, backend, sizes[f.name], config) for f in facts}
-        self.indexers = _indexers(self.layers)
+        self.layers = {f.name: self._maker.make(f, sizes[f.name], config) for f in facts}
+        self.indexers = indexers_of(self.layers)
         self.attention_mask = None
         if self.indexers:
             self.attention_mask = torch.empty(hook.NO_MASK, device=self.device)
@@ -251,11 +248,11 @@ class PackedModel:
 
     def compile(self) -> None:
         """Let torch.compile fuse what lies between weights and attention, from the next step on."""
-        from attnkit.runner.join import JoinLinears  # torch._inductor, for those who compile
+        # Imports torch._inductor, for those who compile.
+        from attnkit.runner.compiling import compile_model, compiling
 
-        options = {"guard_filter_fn": _worth_checking, "post_grad_custom_pre_pass": JoinLinears()}
-        self.model.compile(dynamic=True, options=options)
-        self._is_compiled = True
+        compile_model(self.model)
+        self._around_step = compiling
 
     def run(
         self, inputs: StepInputs, plans: Mapping[str, Any], cache: PagedKVCache
@@ -302,7 +299,7 @@ class PackedModel:
         with (
             torch.inference_mode(),
             forward_context(plans, cache.by_layer, positions),
-            self._compiling(),
+            self._around_step(),
         ):
             if image_rows is not None:
                 options["inputs_embeds"] = self._embed(input_ids, image_rows)[None]
@@ -313,124 +310,6 @@ class PackedModel:
         """Embeddings (num_tokens, hidden_size), those of images in their places."""
         embedded = self.model.get_input_embeddings()(input_ids)
         return embedded.index_copy(0, image_rows.rows, image_rows.vectors.to(embedded.dtype))
-
-    @contextmanager
-    def _compiling(self) -> Iterator[None]:
-        """What torch.compile shall do where a step is the first of its kind."""
-        if not self._is_compiled:
-            yield
-            return
-        # Not as options of torch.compile: its front end reads them itself, when a graph is traced.
-        from torch._dynamo import config as dynamo
-        from torch.fx.experimental import _config
-
-        shapes: Any = _config  # its `patch` is put there at run time
-
-        # Numbers of the model (a scale, an epsilon) are constants: as inputs they had everything traced
-        # twice. And a graph for many tokens serves one token too.
-        with (
-            dynamo.patch(specialize_float=True),
-            shapes.patch(backed_size_oblivious=True, use_duck_shape=False),
-        ):
-            yield
-
-    def _layer(
-        self,
-        fact: LayerFacts,
-        backend: str | type[AttentionBackend],
-        block_size: int,
-        config: VllmConfig,
-    ) -> hook.ModelLayer | hook.ModelLatentLayer:
-        if fact.latent is not None and (fact.indexer is not None or serves_latents(backend)):
-            chooser = None
-            if fact.indexer is not None:
-                chooser = self._chooser(fact, fact.indexer, backend, block_size, config)
-            layer = hook.ModelLatentLayer(
-                fact.num_heads,
-                fact.latent.dimensions,
-                fact.latent.kv_b_proj,
-                fact.scale,
-                dtype=fact.dtype,
-                device=self.device,
-                backend=backend,
-                layer_name=fact.name,
-                block_size=block_size,
-                use_kv_connector=self._use_kv_connector,
-                indexer=None if chooser is None else chooser.indexer,
-                vllm_config=config,
-                choose=self._choose,
-            )
-            layer.chooser = chooser
-            return layer
-        if fact.attn_type is AttentionType.ENCODER_DECODER:
-            # To the backend underneath it is a batch without causality.
-            chosen = self._dense_layer(fact, backend, block_size, config, use_non_causal=True)
-            crossing = cross_attention(chosen.backend)
-            layer = self._dense_layer(fact, crossing, block_size, config, fact.attn_type)
-        else:
-            layer = self._dense_layer(fact, backend, block_size, config, fact.attn_type)
-        layer.temperature = fact.temperature
-        return layer
-
-    def _chooser(
-        self,
-        fact: LayerFacts,
-        facts: IndexerFacts,
-        backend: str | type[AttentionBackend],
-        block_size: int,
-        config: VllmConfig,
-    ) -> hook.ModelIndexer:
-        """Of the keys of a sparse layer. Layers run in turn, so they share their lists."""
-        scheduler = config.scheduler_config
-        rows = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-        shape = (rows, facts.topk_tokens)
-        if shape not in self._lists:
-            self._lists[shape] = torch.full(shape, -1, dtype=torch.int32, device=self.device)
-        name = f"{fact.name}.indexer"
-        ours = make_indexer(
-            name,
-            facts,
-            self._lists[shape],
-            kv_cache_dtype=self._index_cache_dtype,
-            dtype=fact.dtype,
-            block_size=block_size,
-            backend=backend,
-        )
-        return hook.ModelIndexer(facts, ours)
-
-    def _dense_layer(
-        self,
-        fact: LayerFacts,
-        backend: str | type[AttentionBackend],
-        block_size: int,
-        config: VllmConfig,
-        attn_type: AttentionType = AttentionType.DECODER,
-        *,
-        use_non_causal: bool = False,
-    ) -> hook.ModelLayer:
-        return hook.ModelLayer(
-            fact.num_heads,
-            fact.head_size,
-            fact.scale,
-            fact.num_kv_heads,
-            alibi_slopes=fact.alibi_slopes,
-            sliding_window=fact.sliding_window,
-            attention_chunk_size=fact.attention_chunk_size,
-            logits_soft_cap=fact.logits_soft_cap,
-            sinks=fact.sinks,
-            head_size_v=fact.head_size_v,
-            attn_type=attn_type,
-            use_non_causal=use_non_causal,
-            use_mm_prefix=self.takes_ranges,
-            dtype=fact.dtype,
-            device=self.device,
-            backend=backend,
-            layer_name=fact.name,
-            block_size=block_size,
-            use_kv_connector=self._use_kv_connector,
-            vllm_config=config,
-            choose=self._choose,
-        )
 
 
 def load_layer_facts(model: str | None, dtype: torch.dtype) -> tuple[LayerFacts, ...]:
@@ -445,51 +324,6 @@ def load_layer_facts(model: str | None, dtype: torch.dtype) -> tuple[LayerFacts,
     """
     loaded, _ = load_model(resolve_checkpoint(model), dtype, torch.device("cpu"))
     return probe(loaded.eval(), max_model_len_of(loaded.config, None))
-
-
-_VALUE_GUARDS = frozenset({"CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH"})
-
-
-def _worth_checking(guards: Sequence[Any]) -> list[bool]:
-    """Which of its conditions compiled code checks before each step.
-
-    While a model runs here its modules and hooks stay as they are; asking all of them took 2 ms a step
-    of 30 layers. Numbers they hold may change (RoPE that follows the lengths), so these are asked.
-    """
-    return [
-        g.guard_type in _VALUE_GUARDS or not g.orig_guard.source.is_unspecialized_nn_module()
-        for g in guards
-    ]
-
-
-def _indexers(layers: Mapping[str, PagedLayer]) -> dict[str, LightningIndexer]:
-    """Layer name -> who chooses its keys."""
-    return {
-        name: layer.chooser.indexer
-        for name, layer in layers.items()
-        if isinstance(layer, hook.ModelLatentLayer) and layer.chooser is not None
-    }
-
-
-def serves_latents(backend: str | type[AttentionBackend]) -> bool:
-    """Layers that may keep latents do, unless somebody names a backend for keys and values.
-
-    Raises:
-        BackendError: there is no such backend.
-    """
-    named = find_named(backend, here=False)
-    return named is None or named.is_mla()
-
-
-def takes_ranges(fact: LayerFacts, backend: str | type[AttentionBackend]) -> bool:
-    """Layers whose tokens may see each other by type are built for it, unless somebody names a backend
-    that does not do it: with that one they run prompts without types.
-
-    Raises:
-        BackendError: there is no such backend.
-    """
-    named = find_named(backend, here=False)
-    return fact.token_types is not None and (named is None or named.supports_mm_prefix())
 
 
 def max_model_len_of(config: Any, given: int | None) -> int:

@@ -6,7 +6,7 @@ the two texts of an encoder-decoder. Out: `EnginePrompt`, or a RequestError that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeAlias
@@ -39,6 +39,22 @@ class EnginePrompt:
     token_type_ids: list[int] | None = None
     pixel_values: Any = None
     input_features: Any = None
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or several.
+
+    Raises:
+        RequestError: these are none.
+    """
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts is {prompts!r}; give a text, token ids, or a list of such")
+    many: list[Any] = list(prompts)
+    if many and all(is_count(p) for p in many):
+        return [many]
+    return many
 
 
 def check_encodable(where: str, text: str) -> None:

@@ -112,3 +112,26 @@ class SamplingParams:
         if not is_number(value) or not lowest <= value <= highest:
             raise RequestError(f"{name} {value!r} is not allowed; {hint}")
         object.__setattr__(self, name, float(value))
+
+
+def params_for(
+    given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """Parameters for each of some prompts: one for all, or one each; None: the defaults.
+
+    Raises:
+        RequestError: these are none, or of another number.
+    """
+    if given is None:
+        given = SamplingParams()
+    if isinstance(given, SamplingParams):
+        return [given] * num_prompts
+    if not isinstance(given, Sequence) or not all(isinstance(p, SamplingParams) for p in given):
+        raise RequestError(
+            f"sampling_params is {given!r}; give SamplingParams, or one each in a list"
+        )
+    if len(given) != num_prompts:
+        raise RequestError(
+            f"{num_prompts} prompts but {len(given)} sampling_params were given; give one, or one each"
+        )
+    return list(given)

@@ -28,6 +28,17 @@ def is_encoder_decoder(model: Any) -> bool:
     return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
+def decoder_start(model: Any) -> list[int] | None:
+    """The tokens that an answer begins with; None: the model has no encoder whose text it answers."""
+    if not is_encoder_decoder(model):
+        return None
+    said = model.generation_config
+    start = [said.decoder_start_token_id, said.forced_bos_token_id]
+    if start[0] is None:
+        start[0] = getattr(model.config, "decoder_start_token_id", None)
+    return [token for token in start if token is not None]
+
+
 def take_positions(model: Any) -> None:
     """Let both sides' tables of positions take theirs from `call`. Repeating it does nothing more.
 

@@ -36,6 +36,7 @@ class CpuMetadata(AttentionMetadata):
         seq_lens: int32 (R,).
         causal: bool (R,).
         block_table: int32 (R, W).
+        block_size: tokens in a page, as the batch says it; None: it does not.
         slot_mapping: int64, for the layer's cache write.
         encoder_seq_lens: int32 (R,), keys of cross attention.
         spans: int32 (T, 2), keys that a token sees beside its layer's mask (`mm_token_spans`).
@@ -50,6 +51,7 @@ class CpuMetadata(AttentionMetadata):
     seq_lens: torch.Tensor
     causal: torch.Tensor
     block_table: torch.Tensor
+    block_size: int | None
     slot_mapping: torch.Tensor
     encoder_seq_lens: torch.Tensor | None
     spans: torch.Tensor | None
@@ -148,6 +150,7 @@ class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
             seq_lens=_int32(batch.seq_lens[:num_reqs]),
             causal=causal,
             block_table=_block_table(batch.block_table_tensor[:num_reqs]),
+            block_size=batch.block_size,
             slot_mapping=batch.slot_mapping,
             encoder_seq_lens=None if encoder is None else _int32(encoder[:num_reqs]),
             spans=batch.mm_token_spans(),

@@ -47,6 +47,7 @@ class FlexMetadata(AttentionMetadata):
         num_tokens: real ones.
         slot_mapping: int64, where K and V are written.
         block_table: int32 (R, W).
+        block_size: tokens in a page, as the batch says it; None: it does not.
         kv_lens: int64 (R,), keys of each request in the cache.
         request: int64 (Q,), of each query; -2: of none.
         position: int64 (Q,).
@@ -64,6 +65,7 @@ class FlexMetadata(AttentionMetadata):
     num_tokens: int
     slot_mapping: torch.Tensor
     block_table: torch.Tensor
+    block_size: int | None
     kv_lens: torch.Tensor
     request: torch.Tensor
     position: torch.Tensor
@@ -176,6 +178,7 @@ class FlexMetadataBuilder(AttentionMetadataBuilder[FlexMetadata]):
             num_tokens=num_tokens,
             slot_mapping=batch.slot_mapping,
             block_table=batch.block_table_tensor[:num_reqs],
+            block_size=batch.block_size,
             kv_lens=lens,
             request=request,
             position=contexts[owner] + new.position,

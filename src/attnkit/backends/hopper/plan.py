@@ -271,6 +271,11 @@ class HopperMetadata:
     planner: Planner
     plans: dict[Geometry, Plan] = field(default_factory=dict)
 
+    @property
+    def block_size(self) -> int | None:
+        """Tokens in a page, as the batch says it; None: it does not."""
+        return self.batch.block_size
+
     def plan(self, geometry: Geometry) -> Plan:
         """The work of layers of a geometry."""
         plan = self.plans.get(geometry)

@@ -16,12 +16,11 @@ prefix that no window hides comes before them, in tiles seen whole and those cut
 import triton
 import triton.language as tl
 
-from attnkit.backends.triton.output import write_output
+from attnkit.backends.triton.output import finish_rows
 from attnkit.backends.triton.tile import (
     EVERYTHING,
     add_values,
     end_key_of,
-    finish,
     first_key_of,
     head_scale,
     in_tree,
@@ -406,28 +405,28 @@ def attention_kernel(
             run % 3 != 0,
         )
 
-    sinks = None
-    if sinks_ptr is not None:
-        sinks = tl.load(sinks_ptr + head, mask=live, other=float("-inf"))
-    v_scale = None
-    if v_scale_ptr is not None:
-        v_scale = head_scale(v_scale_ptr, kv_head, PER_HEAD)
-    out, lse = finish(top, total, acc, sinks, log2_scale, v_scale)
-    write_output(
-        out,
+    finish_rows(
+        top,
+        total,
+        acc,
+        log2_scale,
+        sinks_ptr,
+        v_scale_ptr,
         q_ptr,
         out_ptr,
         out_scale_ptr,
         out_block_scales_ptr,
+        lse_ptr,
         token,
         head,
+        kv_head,
         live,
         out_stride_token,
         out_stride_head,
+        lse_stride_token,
         HEAD_SIZE_V,
         BLOCK_DV,
+        PER_HEAD,
         OUT_ENCODING,
         OUT_UNIT,
     )
-    if lse_ptr is not None:
-        tl.store(lse_ptr + token * lse_stride_token + head, lse, mask=live)

@@ -27,8 +27,9 @@ from attnkit.backends.triton.configs import (
     decode_config,
     padded,
 )
-from attnkit.backends.triton.decode import decode_kernel, merge_kernel
+from attnkit.backends.triton.decode import decode_kernel
 from attnkit.backends.triton.interpreter import is_interpreting, repair_small_floats, shorten
+from attnkit.backends.triton.merge import merge_kernel
 from attnkit.backends.triton.operands import Operands, OutputCodes, Parts
 from attnkit.backends.triton.write import encode_kernel, write_kernel
 from attnkit.contract import AttentionVariant

@@ -3,7 +3,7 @@
 In: queries [absorbed | rotated] of requests with at most `max_query_len` of them, and pages of rows
 [latent | rotated part]. Out: attended latents and LSE. Device code; `mla_launch` starts it.
 
-The keys of a request are cut into as many segments as programs share it, and `decode.merge_kernel` folds
+The keys of a request are cut into as many segments as programs share it, and `merge.merge_kernel` folds
 their parts in order. Heads lie side by side in the rows of a tile, and a tile of latents is loaded once
 for scores and values. Its accumulator fills half of the registers, so unlike the dense kernel it has
 no second one to make the number of programs invisible in the bits.
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from attnkit.backends.codes import numbers
-from attnkit.backends.triton.decode import segment_len_of
+from attnkit.backends.triton.segments import segment_len_of
 from attnkit.backends.triton.tile import (
     finish,
     load_rows,

@@ -12,7 +12,7 @@ import triton
 from attnkit.backends.kernel_call import KernelCall
 from attnkit.backends.stored import Encoding
 from attnkit.backends.triton.configs import DecodeConfig, padded
-from attnkit.backends.triton.decode import merge_kernel
+from attnkit.backends.triton.merge import merge_kernel
 from attnkit.backends.triton.mla_choose import choose_rows_kernel
 from attnkit.backends.triton.mla_decode import mla_decode_kernel
 from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages

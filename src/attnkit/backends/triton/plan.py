@@ -51,6 +51,7 @@ class TritonMetadata:
         query_start_loc: int32 (R + 1,).
         kv_lens: int32 (R,), keys in the cache: `seq_lens`, or the encoder's for cross attention.
         block_table: int32 (R, W).
+        block_size: tokens in a page, as the batch says it; None: it does not.
         slot_mapping: int64 (T,).
         causal: of all requests, or bool (R,).
         spans: int32 (T, 2), keys that a token sees beside its layer's mask (`mm_token_spans`).
@@ -69,6 +70,7 @@ class TritonMetadata:
     query_start_loc: torch.Tensor
     kv_lens: torch.Tensor
     block_table: torch.Tensor
+    block_size: int | None
     slot_mapping: torch.Tensor
     causal: bool | torch.Tensor
     spans: torch.Tensor | None
@@ -119,6 +121,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             query_start_loc=batch.query_start_loc,
             kv_lens=kv_lens,
             block_table=batch.block_table_tensor,
+            block_size=batch.block_size,
             slot_mapping=batch.slot_mapping,
             causal=batch.causal,
             spans=batch.mm_token_spans(),

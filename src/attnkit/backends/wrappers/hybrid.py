@@ -261,11 +261,13 @@ class HybridMetadata:
     Attributes:
         num_actual_tokens: of the batch.
         slot_mapping: int64 (T,).
+        block_size: tokens in a page, as the batch says it; None: it does not.
         num_decodes: rows that are decoded.
     """
 
     num_actual_tokens: int
     slot_mapping: torch.Tensor
+    block_size: int | None
     num_decodes: int
     prefill: HybridPart | None
     decode: HybridPart | None
@@ -329,6 +331,7 @@ class HybridBuilder(AttentionMetadataBuilder[HybridMetadata]):
         return HybridMetadata(
             num_actual_tokens=batch.num_actual_tokens,
             slot_mapping=batch.slot_mapping,
+            block_size=batch.block_size,
             num_decodes=num_decodes,
             prefill=prefill,
             decode=decode,
@@ -341,6 +344,7 @@ class HybridBuilder(AttentionMetadataBuilder[HybridMetadata]):
         return HybridMetadata(
             num_actual_tokens=batch.num_actual_tokens,
             slot_mapping=batch.slot_mapping,
+            block_size=batch.block_size,
             num_decodes=batch.num_reqs,
             prefill=None,
             decode=HybridPart(

@@ -121,6 +121,7 @@ class ForeignPlan:
             if name in vllm_contract.CommonAttentionMetadata.__dataclass_fields__
         }
         self.batch = vllm_contract.CommonAttentionMetadata(**given)
+        self.block_size = batch.block_size  # Layers of another refuse the plan.
         self._builder = builder
         self._planned: dict[int, Any] = {}
 
