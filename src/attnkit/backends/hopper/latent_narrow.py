@@ -144,6 +144,8 @@ def multiply_keys(q_strips, k_strips, slot, LAYOUT: gl.constexpr, CONFIG: gl.con
             k = float16_of_codes(k)
         q = q_strips.index(c).load(gl.DotOperandLayout(0, LAYOUT, 2))
         if CODED:
+            # Its columns lie in the order in which a plain load, which is half the loads, hands them
+            # out as they stand beside four codes. In registers this moves nothing.
             q = gl.reshape(q, [ROWS, 2, 2, 2, 4, 2])
             q = gl.reshape(gl.permute(q, [0, 1, 3, 4, 2, 5]), [ROWS, 64])
             q = gl.convert_layout(q, gl.DotOperandLayout(0, LAYOUT, WIDTH))
