@@ -101,8 +101,8 @@ static void show_keys(struct unit *u, struct span part, int whole) {
   }
 }
 
-/* Let a unit take a path: load its queries, find what each row sees; returns what any of them does. */
-static struct span prepare_rows(const struct job *j, struct unit *u, enum path path) {
+/* Let a unit take a path: load its queries, find what each row sees. */
+static void prepare_rows(const struct job *j, struct unit *u, enum path path) {
   u->path = path;
   u->acc_dtype = path == VECTORS ? j->row_dtype : BF16;
   u->copies = path == VECTORS ? KEYS : path == FEW ? SIDE : 1;
@@ -136,10 +136,23 @@ static struct span prepare_rows(const struct job *j, struct unit *u, enum path p
       all.hi = u->span[r].hi > all.hi ? u->span[r].hi : all.hi;
     }
   }
+  u->all = all;
   u->prefix = prefix_of(b, l, u->req);
   u->context = context;
   show_keys(u, (struct span){0, NO_LIMIT}, 0);
-  return all;
+  if (path != VECTORS) pack_queries(j, u);
+}
+
+/* Turn to a unit, unless it is the one at hand: splits of one are neighbours. */
+static void take_unit(const struct job *j, struct unit *u, int64_t req, int64_t kv_head,
+                      int64_t first_row, enum path path) {
+  if (u->req == req && u->kv_head == kv_head && u->first_row == first_row) return;
+  u->req = req;
+  u->kv_head = kv_head;
+  u->first_row = first_row;
+  u->score_scale = j->layer->scale * k_scale(j->codes, kv_head);
+  u->value_scale = v_scale(j->codes, kv_head);
+  prepare_rows(j, u, path);
 }
 
 /* Attend to keys start..end in a row; the unit's go on to `unit_end`. */
@@ -151,9 +164,9 @@ static void run_keys(const struct job *j, struct unit *u, int64_t start, int64_t
 }
 
 /* The sums of a unit's rows over those keys in start..end that some row sees: the ones below its
- * prefix, and those of `all`, which is the union of the rows' spans. */
-static void sum_keys(const struct job *j, struct unit *u, int64_t start, int64_t end,
-                     struct span all) {
+ * prefix, and those of the union of the rows' spans. */
+static void sum_keys(const struct job *j, struct unit *u, int64_t start, int64_t end) {
+  const struct span all = u->all;
   for (int n = 0; n < padded_rows(u) * u->copies; ++n) {
     u->lane.largest[n] = -INFINITY;
     u->lane.denominator[n] = 0.0f;
@@ -207,20 +220,16 @@ static void run_item(struct job *j, struct unit *u, int64_t item) {
   const int64_t items_per_unit = (j->first_item[at + 1] - j->first_item[at]) / num_units;
   const int64_t index = (item - j->first_item[at]) / items_per_unit;
   const int64_t chunks = num_units / l->num_kv_heads;
-  u->req = b->served[at];
-  u->kv_head = index / chunks;
-  const enum path path = path_of(j, u->req);
-  u->first_row = index % chunks * (path == MANY ? j->matrix_rows : MAX_ROWS);
-  u->score_scale = l->scale * k_scale(j->codes, u->kv_head);
-  u->value_scale = v_scale(j->codes, u->kv_head);
-  const struct span all = prepare_rows(j, u, path);
+  const enum path path = path_of(j, b->served[at]);
+  take_unit(j, u, b->served[at], index / chunks,
+            index % chunks * (path == MANY ? j->matrix_rows : MAX_ROWS), path);
 
   int64_t num_splits = items_per_unit, split = (item - j->first_item[at]) % items_per_unit;
   int64_t last = split;
   struct cuts cuts;
   float *parts = u->parts;
   if (path == MANY && items_per_unit == 1) {
-    sum_keys(j, u, 0, NO_LIMIT, all);
+    sum_keys(j, u, 0, NO_LIMIT);
     finish_rows(j, u);
     return;
   }
@@ -230,16 +239,16 @@ static void run_item(struct job *j, struct unit *u, int64_t item) {
     parts = j->partials + row * (j->v_width + 2);
     cuts = cut_keys(keys_of_request(b, l, u->req), u->prefix);
   } else {
-    cuts = cut_keys(all, u->prefix);
+    cuts = cut_keys(u->all, u->prefix);
     num_splits = cuts.num;
     last = num_splits - 1;
   }
   for (; split <= last; ++split) {
     const int64_t start = split_start(cuts, split);
-    sum_keys(j, u, start, start + SPLIT_KEYS, all);
+    sum_keys(j, u, start, start + SPLIT_KEYS);
     if (path == FEW && !are_finite(j, u)) {
       prepare_rows(j, u, MANY);
-      sum_keys(j, u, start, start + SPLIT_KEYS, all);
+      sum_keys(j, u, start, start + SPLIT_KEYS);
       prepare_rows(j, u, FEW);
     }
     if (num_splits > 1) keep_split(j, u, parts + split * u->rows * (j->v_width + 2));
@@ -254,6 +263,7 @@ static void run_item(struct job *j, struct unit *u, int64_t item) {
 static void work(void *argument) {
   struct job *j = argument;
   struct unit u;
+  u.req = -1;
   u.q = j->workspace + __atomic_fetch_add(&j->next_workspace, j->workspace_size, __ATOMIC_RELAXED);
   u.scores = u.q + MAX_ROWS * j->q_width;
   u.parts = u.scores + MAX_ROWS * TILE;

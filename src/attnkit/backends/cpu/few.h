@@ -43,14 +43,13 @@
 /* Of raw scores: a row each, but as many as `rows_of_scores` takes at a time. */
 INLINE int score_columns(const struct unit *u) { return u->rows < FOUR ? FOUR : u->rows; }
 
-/* Begin a unit: registers of its rows, no sums, its queries. */
+/* Begin to sum: registers of the unit's rows, no sums. */
 static void begin_few(const struct job *j, struct unit *u) {
   const int n = u->rows, columns = 4 * score_columns(u);
   const uint8_t rows[8] = {SIDE, SIDE, SIDE, n, n, n, SIDE, SIDE};
   const uint16_t row_bytes[8] = {columns, columns, columns, 64, 64, 64, 64, 64};
   shape_registers(rows, row_bytes);
   memset(u->acc, 0, n * j->v_width * sizeof(float));
-  pack_queries(j, u, SIDE);
 }
 
 /* SIDE rows of whole pieces, `stride` bytes apart. */
@@ -91,13 +90,14 @@ static void multiply_keys(const struct job *j, struct unit *u, const char *const
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t d = 0; d < j->q_width; d += PIECE) {
-    fetch_some(fetch);
     _tile_loadd(2, u->m.q + d * SIDE, 64);
     _tile_loadd(6, k[0].data + 2 * d, k[0].stride);
-    fetch_some(fetch);
     _tile_loadd(7, k[1].data + 2 * d, k[1].stride);
+    fetch_some(fetch);
     _tile_dpbf16ps(0, 6, 2);
+    fetch_some(fetch);
     _tile_dpbf16ps(1, 7, 2);
+    fetch_some(fetch);
   }
   const int columns = score_columns(u);
   _tile_stored(0, u->m.scores, 4 * columns);
@@ -162,17 +162,17 @@ static void weigh_tile(const struct job *j, struct unit *u, int64_t base, int fr
       best = larger(s[g], best);
     }
     float *largest = u->lane.largest + r * SIDE, *denominator = u->lane.denominator + r * SIDE;
-    const float before = *largest, here = _mm512_reduce_max_ps((__m512)best);
-    const float top = here > before + LAG ? here : before;
-    const vec zero = splat(top == -INFINITY ? 0.0f : top);
-    vec sum = load_vec(denominator);
-    if (top != before) {
-      const vec factor = exp2_nonpositive(before - zero);
+    vec top = load_vec(largest), sum = load_vec(denominator);
+    if (any_lane((vec_u)(best > top + LAG))) {
+      const vec here = splat(_mm512_reduce_max_ps((__m512)best));
+      const vec factor = exp2_nonpositive(top - here);
       float *acc = u->acc + r * j->v_width;
       for (int64_t d = 0; d < j->v_width; d += LANES) store_vec(acc + d, load_vec(acc + d) * factor);
       sum *= factor;
-      *largest = top;
+      top = here;
+      store_vec(largest, top);
     }
+    const vec zero = pick(top == -INFINITY, splat(0.0f), top);
     for (int g = 0; g < SIDES; ++g) {
       fetch_some(fetch);
       vec p = exp2_nonpositive(s[g] - zero);
@@ -199,19 +199,18 @@ static void multiply_values(const struct job *j, struct unit *u, const char *con
   for (int64_t d = 0; d < j->v_width; d += PIECE) {
     _tile_loadd(4, u->acc + d, 4 * j->v_width);
     _tile_loadd(5, u->acc + d + LANES, 4 * j->v_width);
-    fetch_some(fetch);
     _tile_loadd(6, v[0].data + 2 * d, v[0].stride);
     _tile_loadd(3, weights, 64);
     _tile_dpbf16ps(4, 3, 6);
-    fetch_some(fetch);
     _tile_loadd(3, weights + SIDE * PIECE, 64);
     _tile_dpbf16ps(5, 3, 6);
     fetch_some(fetch);
     _tile_loadd(7, v[1].data + 2 * d, v[1].stride);
     _tile_loadd(3, weights + 2 * SIDE * PIECE, 64);
-    _tile_dpbf16ps(4, 3, 7);
     fetch_some(fetch);
+    _tile_dpbf16ps(4, 3, 7);
     _tile_loadd(3, weights + 3 * SIDE * PIECE, 64);
+    fetch_some(fetch);
     _tile_dpbf16ps(5, 3, 7);
     _tile_stored(4, u->acc + d, 4 * j->v_width);
     _tile_stored(5, u->acc + d + LANES, 4 * j->v_width);
@@ -221,7 +220,7 @@ static void multiply_values(const struct job *j, struct unit *u, const char *con
 /* Attend from a unit's rows to keys start..end of its keys, which go on to `unit_end`. */
 static void run_few(const struct job *j, struct unit *u, int64_t start, int64_t end, int64_t unit_end) {
   const struct layer *l = j->layer;
-  const int parts = SIDES * ((j->q_width + 2 * j->v_width) / PIECE + u->rows) +
+  const int parts = 3 * (j->q_width + j->v_width) / PIECE + SIDES * u->rows +
                     (j->whole_sides ? 0 : 2 * SIDES * COPIES);
   struct span by_all = u->keys[0];
   for (int r = 1; r < u->rows; ++r) {

@@ -101,8 +101,9 @@ INLINE void transpose(vec_u *v) {
 
 INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-/* Queries as right sides; the first `num_rows` rows, of which those of the unit are not zero. */
-static void pack_queries(const struct job *j, struct unit *u, int num_rows) {
+/* The unit's queries as right sides; rows up to a whole side, or pair of them, are zeros. */
+static void pack_queries(const struct job *j, struct unit *u) {
+  const int num_rows = u->path == FEW ? SIDE : round_up(u->rows, PAIR);
   const int64_t group = j->layer->num_heads / j->layer->num_kv_heads;
   const int64_t first_token = j->batch->query_start_loc[u->req], size = j->layer->head_size;
   uint16_t *to = u->m.q;
@@ -136,12 +137,11 @@ static void copy_rows(const struct job *j, const char *const *rows, int n, int64
     }
 }
 
-/* Begin a unit of many rows: eight registers of full size, no sums, its queries, up to a whole pair. */
+/* Begin to sum: eight registers of full size, no sums of rows up to a whole pair. */
 static void begin_many(const struct job *j, struct unit *u) {
   const int64_t rows = round_up(u->rows, PAIR);
   begin_registers(SIDE);
   memset(u->m.acc, 0, rows * j->v_width * sizeof(float));
-  pack_queries(j, u, rows);
 }
 
 /* Make rows from..to of a tile whole pieces of bfloat16: what is not is copied to `buffer`. */
@@ -386,6 +386,7 @@ static inline void place_matrices(const struct job *j, struct unit *u, float *at
   (void)j, (void)u, (void)at;
 }
 static inline void end_matrices(void) {}
+static inline void pack_queries(const struct job *j, struct unit *u) { (void)j, (void)u; }
 static inline void begin_many(const struct job *j, struct unit *u) { (void)j, (void)u; }
 static inline void run_matrices(const struct job *j, struct unit *u, int64_t start, int64_t end) {
   (void)j, (void)u, (void)start, (void)end;

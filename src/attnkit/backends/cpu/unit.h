@@ -51,10 +51,11 @@ struct matrices {
 };
 
 struct unit {
-  int64_t req, kv_head, first_row; /* rows are query-major: token, then head of the group */
+  int64_t req, kv_head, first_row; /* req -1: none; rows go by token, then head of the group */
   int rows;
   enum path path;
   struct span span[MATRIX_ROWS];   /* of keys that a row sees, beside those below `prefix` */
+  struct span all;                 /* of keys that any row does, likewise */
   int64_t prefix;
   int64_t context;         /* keys before the request's new tokens */
   uint64_t tree[MAX_ROWS]; /* which of those a row sees; all 0: as the spans say. In vectors */

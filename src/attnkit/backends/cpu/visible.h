@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define SPLIT_KEYS 512 /* a multiple of TILE; short requests have one split and no merge */
+#define SPLIT_KEYS 1024 /* a multiple of TILE; short requests have one split and no merge */
 #define NO_LIMIT ((int64_t)1 << 40) /* beyond any position, and far from overflow */
 
 struct batch {
