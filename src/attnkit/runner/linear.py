@@ -25,6 +25,7 @@ from torch import nn
 
 from attnkit.backends.cpu.native import native_kernels
 from attnkit.backends.cpu.operands import NativeLinear
+from attnkit.backends.cpu.pages import use_huge_pages
 
 _HINT_ROWS = 16
 """Rows the packing is chosen for: decode steps, where a weight is read for few rows."""
@@ -106,13 +107,16 @@ def pack_linears(model: nn.Module) -> int:
     Returns:
         How many layers were replaced.
     """
-    num_packed = 0
+    packed = []
     for prefix, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and is_packable(child.weight):
-                setattr(module, name, PackedLinear(child, f"{prefix}.{name}"))
-                num_packed += 1
-    return num_packed
+                layer = PackedLinear(child, f"{prefix}.{name}")
+                setattr(module, name, layer)
+                packed.append(layer.weight)
+    mkldnn = torch.ops.mkldnn
+    use_huge_pages((mkldnn.data_ptr(weight), mkldnn._nbytes(weight)) for weight in packed)
+    return len(packed)
 
 
 def is_packable(weight: torch.Tensor) -> bool:
