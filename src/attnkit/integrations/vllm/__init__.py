@@ -49,7 +49,7 @@ def register() -> None:
         register_backend,
     )
 
-    wanted = bool(os.environ.get(ENV_VLLM))
+    wanted = os.environ.get(ENV_VLLM)
     if current_platform.is_cpu() and not wanted:
         return
     if wanted:
@@ -61,8 +61,8 @@ def register() -> None:
         register_backend(names.CPU_MLA, _LATENTS)
         register_backend(names.AMX_MLA, _LATENTS)
     else:
-        name = os.environ.get(ENV_VLLM) or "triton"
-        register_backend(names.CUSTOM, _LATENTS if resolve(name).is_mla() else _DENSE)
+        latents = bool(wanted) and resolve(wanted).is_mla()  # Unasked, nothing of ours is imported.
+        register_backend(names.CUSTOM, _LATENTS if latents else _DENSE)
 
 
 def check_version(version: str) -> None:
