@@ -1,7 +1,7 @@
 """Huge pages for memory that is read from end to end in every step.
 
 In: where it lies. Out: nothing but speed. Without them a processor waits for the translation of
-addresses: with its weights in huge pages SmolLM2-135M, compiled, gave 1.1 (16 prompts) to 1.6 (one) times
+addresses: in huge pages the weights of SmolLM2-135M, compiled, gave 1.1 (16 prompts) to 1.4 (one) times
 the tokens on two cores of a noisy host.
 """
 
@@ -35,10 +35,9 @@ def use_huge_pages(pieces: Iterable[tuple[int, int]]) -> None:
         for page in range(address // _HUGE, (address + num_bytes - 1) // _HUGE + 1)
     }
     for page in sorted(spans):
+        # Refused where not all of the page is mapped: then it stays as it is.
         for advice in (mmap.MADV_HUGEPAGE, _COLLAPSE):
-            madvise(
-                page * _HUGE, _HUGE, advice
-            )  # Refused where the page is not all ours: it stays.
+            madvise(page * _HUGE, _HUGE, advice)
 
 
 @functools.cache
