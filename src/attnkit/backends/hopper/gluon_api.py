@@ -65,6 +65,12 @@ def reinterpret(buffer, dtype, shape, layout, _semantic=None):  # type: ignore[n
     return method(dtype, shape, layout, _semantic=_semantic)
 
 
+@gluon.jit
+def _run(x, ASM: gl.constexpr):
+    """x, an int32 scalar, after instructions that are run where they stand. $0 is for it, $1 it."""
+    return gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
 # Gluon has no named barriers. Ids below 8 are left to the compiler: 0 is the default partition's, 1
 # switches warp specialisation, 2 and up belong to the workers.
 
@@ -77,15 +83,13 @@ def _barrier_asm(call: str, barrier_id: int, num_threads: int):
 @gluon.jit
 def named_barrier_sync(x, ID: gl.constexpr, THREADS: gl.constexpr):
     """Wait until THREADS threads have come to barrier ID. `x` is any int32 scalar."""
-    ASM: gl.constexpr = _barrier_asm("sync", ID, THREADS)  # pyright: ignore[reportAssignmentType]
-    gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    _run(x, _barrier_asm("sync", ID, THREADS))
 
 
 @gluon.jit
 def named_barrier_arrive(x, ID: gl.constexpr, THREADS: gl.constexpr):
     """Count this partition's threads at barrier ID without waiting. `x` is any int32 scalar."""
-    ASM: gl.constexpr = _barrier_asm("arrive", ID, THREADS)  # pyright: ignore[reportAssignmentType]
-    gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    _run(x, _barrier_asm("arrive", ID, THREADS))
 
 
 # Programmatic dependent launch (option `launch_pdl` of the later kernel).
@@ -95,35 +99,19 @@ def named_barrier_arrive(x, ID: gl.constexpr, THREADS: gl.constexpr):
 def let_next_start(x):
     """The next kernel, if it was launched so, starts once all programs of this one have come here. `x`
     is any int32 scalar."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
-        "=r,r",
-        [x],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _run(x, "griddepcontrol.launch_dependents; mov.b32 $0, $1;")
 
 
 @gluon.jit
 def wait_for_kernel_before(x):
     """The kernel before this one is over, and its writes are seen. `x` is any int32 scalar."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.b32 $0, $1;",
-        "=r,r",
-        [x],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _run(x, "griddepcontrol.wait; mov.b32 $0, $1;")
 
 
 @gluon.jit
 def opaque(x):
     """The int32 scalar x, as a value the compiler knows nothing about and computes in place."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )
+    return _run(x, "mov.b32 $0, $1;")
 
 
 @gluon.jit

@@ -101,6 +101,8 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         if attn_metadata is None:
             output.zero_()
             return output
+        from attnkit.backends.hopper.repeat import kind_of
+
         lse = None
         if self.need_to_return_lse_for_decode:
             lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
@@ -115,7 +117,7 @@ class HopperImpl(DenseImpl[HopperMetadata]):
             lse=lse,
             metadata=attn_metadata,
             shape=(self.head_size, self.group_size, page_size, self._score(lse is not None)),
-            kind=(_kind(query, output), table.dtype, lse is None),
+            kind=(kind_of(query, output), table.dtype, lse is None),
         )
         plan = attn_metadata.plan(self._geometry(page_size))
         if plan.prefill is not None:
@@ -191,10 +193,11 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         slot_mapping: torch.Tensor,
     ) -> None:
         from attnkit.backends.hopper.cache_launch import write_call, write_changes, write_grid
+        from attnkit.backends.hopper.repeat import kind_of
 
         self._repeat(
             layer,
-            ("write", _kind(key, value), slot_mapping.dtype),
+            ("write", kind_of(key, value), slot_mapping.dtype),
             kv_cache,
             write_grid(key, slot_mapping),
             write_changes(key, value, slot_mapping),
@@ -307,12 +310,6 @@ class HopperImpl(DenseImpl[HopperMetadata]):
 
             score = self._scores[lse] = score_config(self.variant, lse=lse)
         return score
-
-
-def _kind(first: torch.Tensor, second: torch.Tensor) -> tuple[object, ...]:
-    """What a compiled kernel depends on of two tensors that change with every step."""
-    offset = (first.data_ptr() | second.data_ptr()) % 16
-    return first.dtype, second.dtype, first.stride(), second.stride(), offset
 
 
 def _refuse(

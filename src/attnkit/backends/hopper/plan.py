@@ -166,9 +166,10 @@ class Planner:
         prefill = self._prefills(lengths, query_lens, kv_lens, geometry, batch.causal)
         decode = None
         if decodes.size:
-            decode = self._decodes(lengths, geometry, int(decodes.max()))
-            beside = prefill.num_programs < self._num_sms
-            decode = replace(decode, beside=beside)
+            decode = replace(
+                self._decodes(lengths, geometry, int(decodes.max())),
+                beside=prefill.num_programs < self._num_sms,
+            )
         return Plan(prefill=prefill, decode=decode)
 
     def _prefills(

@@ -67,7 +67,7 @@ def fill_row_tiles_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Records of 16 numbers as `prefill` and `merge` read them. TOKENS: of a full row tile.
+    """Records of 16 numbers as `row_tiles` and `merge` read them. TOKENS: of a full row tile.
 
     Where `splits_ptr` is not None, a record is one split of a row tile: a share of the K/V tiles, whose
     rows go to a place of their own. A split without any gets the tile past the last, which nobody

@@ -15,6 +15,7 @@ the least loaded: the rule of a heap, taken a round at a time.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,9 +143,14 @@ class RowWork:
     def num_tiles(self) -> int:
         return self.requests.shape[0]
 
+    @functools.cached_property
+    def _costs(self) -> npt.NDArray[Any]:
+        """Of the row tiles, in K/V tiles, falling."""
+        return -np.sort(-(self.num_kv_tiles + ROW_TILE_COST))
+
     def time(self, num_programs: int) -> float:
         """What the program that has most to do takes, in K/V tiles, about."""
-        costs = -np.sort(-(self.num_kv_tiles + ROW_TILE_COST))
+        costs = self._costs
         program = _share_out(costs, np.zeros(len(costs), dtype=np.int64), num_programs)
         longest = float(np.bincount(program, weights=costs).max())
         return min(longest, 1.05 * float(costs.sum()) / num_programs + MERGE_COST)
@@ -203,9 +209,10 @@ def programs_beside(work: RowWork, decode_bytes: float, head_size: int, num_sms:
     least = -(-work.num_tiles // num_sms)
     even = {-(-work.num_tiles // rounds) for rounds in range(least, least + 5)}
     step = max(1, num_sms // 4)
-    candidates = [n for n in (*even, *range(step, num_sms, step)) if n < num_sms]
-    best = min(candidates, key=time, default=num_sms)
-    return best if best < num_sms and time(best) < 0.97 * time(num_sms) else num_sms
+    fewer = [n for n in (*even, *range(step, num_sms, step)) if n < num_sms]
+    times = {n: time(n) for n in (num_sms, *fewer)}
+    best = min(times, key=times.__getitem__)
+    return best if times[best] < 0.97 * times[num_sms] else num_sms
 
 
 @dataclass(frozen=True, eq=False)

@@ -88,17 +88,20 @@ def supported_formats(formats: tuple[str, ...]) -> list[str]:
     return [f for f in formats if OURS.supports_kv_cache_dtype(f)]
 
 
-def check_layer(request: AttentionRequest, *more: str | None) -> None:
+def check_layer(request: AttentionRequest, formats: tuple[str, ...], *more: str | None) -> None:
     """Whether a layer can be served; on a CPU vLLM does not ask before it makes one.
 
     Args:
         request: what the layer wants.
+        formats: of caches, that the bridge takes.
         more: reasons of the bridge's own against it; None counts for nothing.
 
     Raises:
         UnsupportedConfiguration: it cannot; with every reason.
     """
     reasons = [*reasons_against(OURS, request), *(reason for reason in more if reason is not None)]
+    if request.kv_cache_dtype not in formats:
+        reasons.append(f"the bridge takes caches of {', '.join(formats)}")
     if reasons:
         raise UnsupportedConfiguration(
             f"attnkit's {OURS.get_name()} cannot serve this layer in vLLM: {'; '.join(reasons)}. "

@@ -87,11 +87,9 @@ class VllmImpl(vllm_contract.AttentionImpl):
         served = f"the bridge serves {' and '.join(_SERVED)} layers, not {attn_type}"
         check_layer(
             request,
+            _FORMATS,
             *(f"{k} is not known" for k in unknown),
             None if attn_type in _SERVED else served,
-            None
-            if kv_cache_dtype in _FORMATS
-            else f"the bridge takes caches of {', '.join(_FORMATS)}",
         )
         stored = cache_format(kv_cache_dtype)
         self._content = 2 * head_size

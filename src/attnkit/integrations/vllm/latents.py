@@ -93,10 +93,8 @@ class VllmLatentImpl(vllm_contract.MLAAttentionImpl):
         }
         check_layer(
             request,
+            _FORMATS,
             *(f"{k} is not served over latents" for k, v in others.items() if v is not None),
-            None
-            if kv_cache_dtype in _FORMATS
-            else f"the bridge takes caches of {', '.join(_FORMATS)}",
         )
         impl_cls: Any = OURS.get_impl_cls()
         self.ours = impl_cls(
