@@ -17,7 +17,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,7 +26,7 @@ from torch import nn
 
 from attnkit.backends.cpu.native import native_kernels
 from attnkit.backends.cpu.operands import NativeLinear
-from attnkit.backends.cpu.pages import use_huge_pages
+from attnkit.backends.cpu.pages import give_back_freed, use_huge_pages
 
 _HINT_ROWS = 16
 """Rows the packing is chosen for: decode steps, where a weight is read for few rows."""
@@ -33,6 +34,9 @@ _MOST_ROWS = 64
 """For more, oneDNN: ours took 0.5 to 0.9 of its time for 64 rows, 0.6 to 1.4 for 256."""
 _BLOCK = 32
 """Columns and channels of a block of a weight packed for the matrix unit."""
+_FREED_BYTES = 32 << 20
+"""Of weights, after which the system gets them back: what a thread that loads weights frees, others
+cannot use."""
 
 
 class OpaqueLinear(nn.Module):
@@ -107,16 +111,48 @@ def pack_linears(model: nn.Module) -> int:
     Returns:
         How many layers were replaced.
     """
-    packed = []
-    for prefix, module in list(model.named_modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and is_packable(child.weight):
-                layer = PackedLinear(child, f"{prefix}.{name}")
-                setattr(module, name, layer)
-                packed.append(layer.weight)
-    mkldnn = torch.ops.mkldnn
-    use_huge_pages((mkldnn.data_ptr(weight), mkldnn._nbytes(weight)) for weight in packed)
-    return len(packed)
+    mkldnn, pieces = torch.ops.mkldnn, []
+
+    def pack(linear: nn.Linear, name: str) -> nn.Module | None:
+        if not is_packable(linear.weight):
+            return None
+        layer = PackedLinear(linear, name)
+        pieces.append((mkldnn.data_ptr(layer.weight), mkldnn._nbytes(layer.weight)))
+        return layer
+
+    num_replaced = replace_linears(model, pack)
+    use_huge_pages(pieces)
+    return num_replaced
+
+
+def replace_linears(model: nn.Module, make: Callable[[nn.Linear, str], nn.Module | None]) -> int:
+    """Put other layers in the place of linear ones, one by one: few weights are there in both forms.
+
+    Args:
+        make: from a layer and its name, the one to take its place; None: it stays.
+
+    Returns:
+        How many layers were replaced.
+    """
+    # Names alone: a list of modules would keep every weight until the end.
+    every = model.named_modules(remove_duplicate=False)
+    names = [name for name, module in every if name and type(module) is nn.Linear]
+    num_replaced = num_freed = 0
+    for name in names:
+        linear: Any = model.get_submodule(name)
+        layer = make(linear, name)
+        if layer is None:
+            continue
+        model.set_submodule(name, layer)
+        num_replaced += 1
+        num_freed += linear.weight.nbytes
+        del linear
+        if num_freed > _FREED_BYTES:
+            give_back_freed()
+            num_freed = 0
+    if num_freed:
+        give_back_freed()
+    return num_replaced
 
 
 def is_packable(weight: torch.Tensor) -> bool:

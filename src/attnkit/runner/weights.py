@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from attnkit.errors import ConfigurationError
-from attnkit.runner.linear import OpaqueLinear
+from attnkit.runner.linear import OpaqueLinear, replace_linears
 
 WEIGHTS = ("int8", "int4")
 """Names of formats."""
@@ -144,20 +144,14 @@ def quantize_linears(model: nn.Module, weights: str) -> int:
     """
     has_int8 = _has_int8()
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    num_replaced = 0
-    for prefix, module in list(model.named_modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is not nn.Linear:
-                continue
-            fits = child.in_features % GROUP == 0 and child.out_features % 16 == 0
-            if weights == "int4" and fits and child is not head:
-                setattr(module, name, Int4Linear(child, f"{prefix}.{name}"))
-            elif has_int8:
-                setattr(module, name, Int8Linear(child, f"{prefix}.{name}"))
-            else:
-                continue
-            num_replaced += 1
-    return num_replaced
+
+    def quantize(linear: nn.Linear, name: str) -> nn.Module | None:
+        fits = linear.in_features % GROUP == 0 and linear.out_features % 16 == 0
+        if weights == "int4" and fits and linear is not head:
+            return Int4Linear(linear, name)
+        return Int8Linear(linear, name) if has_int8 else None
+
+    return replace_linears(model, quantize)
 
 
 def _has_int8() -> bool:
