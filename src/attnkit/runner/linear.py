@@ -44,10 +44,7 @@ class OpaqueLinear(nn.Module):
 
     Attributes:
         in_features, out_features: sizes.
-        native: the weight as our own kernel reads it; None: that does not serve here.
     """
-
-    native: NativeLinear | None = None
 
     def __init__(self, linear: nn.Linear, name: str) -> None:
         """
@@ -65,6 +62,11 @@ class OpaqueLinear(nn.Module):
         """The product; what the node calls."""
         raise NotImplementedError
 
+    @classmethod
+    def multiply_all(cls, layers: Sequence[Any], x: torch.Tensor) -> list[torch.Tensor]:
+        """Products of the same rows with the weights of several layers of this class."""
+        return [layer.multiply(x) for layer in layers]
+
     def product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`multiply`, or in a graph the node that stands for it; `dtype` is the result's."""
         if torch.compiler.is_compiling():
@@ -81,7 +83,10 @@ class PackedLinear(OpaqueLinear):
     Attributes:
         weight: (out_features, in_features); its shape and dtype can be read, its values not.
         bias: (out_features,) or None.
+        native: the weight as our own kernel reads it; None: that does not serve here.
     """
+
+    native: NativeLinear | None = None
 
     def __init__(self, linear: nn.Linear, name: str = "linear") -> None:
         super().__init__(linear, name)
@@ -96,10 +101,19 @@ class PackedLinear(OpaqueLinear):
         return self.product(x, x.dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        products = _multiply_few([self], x)
-        if products is not None:
-            return products[0]
-        return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
+        return self.multiply_all([self], x)[0]
+
+    @classmethod
+    def multiply_all(cls, layers: Sequence[Any], x: torch.Tensor) -> list[torch.Tensor]:
+        kernels, width = native_kernels(), x.shape[-1]
+        natives = [layer.native for layer in layers if layer.native and layer.in_features == width]
+        few = x.dtype is torch.bfloat16 and x.numel() <= _MOST_ROWS * width
+        if kernels is None or not few or len(natives) < len(layers):
+            multiply = torch.ops.mkldnn._linear_pointwise.default
+            return [multiply(x, layer.weight, layer.bias, "none", [], "") for layer in layers]
+        outputs = [x.new_empty(*x.shape[:-1], layer.out_features) for layer in layers]
+        kernels.multiply(natives, x.contiguous(), outputs)
+        return outputs
 
 
 def pack_linears(model: nn.Module) -> int:
@@ -185,19 +199,6 @@ def _is_in_blocks(out_features: int, in_features: int, dtype: torch.dtype) -> bo
     )
 
 
-def _multiply_few(layers: Sequence[OpaqueLinear], x: torch.Tensor) -> list[torch.Tensor] | None:
-    """Products of few rows by our own kernel, in one call; None where that does not serve."""
-    kernels, width = native_kernels(), x.shape[-1]
-    if kernels is None or x.dtype is not torch.bfloat16 or x.numel() > _MOST_ROWS * width:
-        return None
-    natives = [layer.native for layer in layers if layer.native and layer.in_features == width]
-    if len(natives) < len(layers):
-        return None
-    outputs = [x.new_empty(*x.shape[:-1], layer.out_features) for layer in layers]
-    kernels.multiply(natives, x.contiguous(), outputs)
-    return outputs
-
-
 _COUNTER = itertools.count()
 _LAYERS: WeakValueDictionary[str, OpaqueLinear] = WeakValueDictionary()
 
@@ -216,7 +217,10 @@ def _linears(
     x: torch.Tensor, handles: list[str], out_features: list[int], dtype: torch.dtype
 ) -> list[torch.Tensor]:
     layers = [_LAYERS[handle] for handle in handles]
-    return _multiply_few(layers, x) or [layer.multiply(x) for layer in layers]
+    kind = type(layers[0])
+    if any(type(layer) is not kind for layer in layers):
+        return [layer.multiply(x) for layer in layers]
+    return kind.multiply_all(layers, x)
 
 
 def _linears_fake(
