@@ -1,12 +1,13 @@
 """Quantised weights of linear layers on a CPU: int8, or 4 bits in groups.
 
 In: a model on the CPU and the name of a format. Out: the same model with its `nn.Linear` replaced by
-layers that keep codes. The products are torch's own (oneDNN's int8 product, ATen's 4-bit one), so
-nothing needs to be installed. Weights are rounded to nearest, without data: quality is measured by
+layers that keep codes. Products in 4 bits are our own on processors with AVX-512 VNNI
+(`backends/cpu/coded.c`); others torch's (oneDNN's int8 product, ATen's 4-bit one), so nothing needs to be
+installed. Weights are rounded to nearest, without data: quality is measured by
 `benchmarks/weights_cpu.py`.
 
-One core with AMX took for a weight of 576 x 1536 that was in no near cache 197 us with 1 row and 212
-with 16 in bfloat16, 121 and 130 in int8, 72 and 383 in 4 bits. Whole steps of SmolLM2-135M, compiled, on
+By torch, one core with AMX took for a weight of 576 x 1536 that was in no near cache 197 us with 1 row
+and 212 with 16 in bfloat16, 121 and 130 in int8, 72 and 383 in 4 bits. Whole steps of SmolLM2-135M, compiled, on
 that core (best of three, noisy): one stream 21 tokens/s in bfloat16, 18 in int8, 36 in 4 bits; 16
 prompts 280, 242 and 117. So 4 bits serve one stream, and int8 saves half the memory; in so small a model
 what makes codes of activations costs more than the product saves.
@@ -30,6 +31,9 @@ WEIGHTS = ("int8", "int4")
 
 GROUP = CODED_GROUP
 """Numbers of a row that share a scale and a zero point in 4 bits."""
+
+_COLUMNS = 2048
+"""Of a weight that are rounded at a time; whole blocks."""
 
 _LEAST_ROWS = 8
 """oneDNN's int8 product of few numbers runs in scalar code: 1 row of 576 times 576 x 192 took 2.9 ms, 8
@@ -125,18 +129,9 @@ class GroupedLinear(OpaqueLinear):
 
     def __init__(self, linear: nn.Linear, name: str = "linear", *, bits: int) -> None:
         super().__init__(linear, name)
-        weight = linear.weight.detach()
-        codes, scale, zero = _round_groups(weight, bits)
-        blocks, groups = self.out_features // CODED_COLUMNS, self.in_features // GROUP
-        fours = codes.to(torch.uint8).view(blocks, CODED_COLUMNS, groups, GROUP // 4, 4)
-        fours = fours.permute(0, 2, 3, 1, 4)
-        if bits == 4:
-            fours = fours[:, :, 0::2] | fours[:, :, 1::2] << 4
-        scales = (
-            torch.stack([scale, zero], -1).view(blocks, CODED_COLUMNS, groups, 2).transpose(1, 2)
-        )
-        parts = (fours, scales.contiguous().view(torch.uint8))
-        packed = torch.cat([part.reshape(blocks, groups, -1) for part in parts], -1)
+        # In pieces, since what they are made of takes many times as much memory.
+        pieces = linear.weight.detach().split(_COLUMNS)
+        packed = torch.cat([_pack_groups(piece, bits) for piece in pieces])
         self.codes = nn.Parameter(packed, requires_grad=False)
         bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
         self.native = NativeCodedLinear.of(packed, bias, bits, self.in_features)
@@ -154,6 +149,19 @@ class GroupedLinear(OpaqueLinear):
         outputs = [x.new_empty(*x.shape[:-1], layer.out_features) for layer in layers]
         kernels.multiply_codes([layer.native for layer in layers], x.contiguous(), outputs)
         return outputs
+
+
+def _pack_groups(weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """Rows of a weight as `coded.c` reads them: uint8 (blocks, groups, bytes)."""
+    codes, scale, zero = _round_groups(weight, bits)
+    blocks, groups = weight.shape[0] // CODED_COLUMNS, weight.shape[1] // GROUP
+    fours = codes.to(torch.uint8).view(blocks, CODED_COLUMNS, groups, GROUP // 4, 4)
+    fours = fours.permute(0, 2, 3, 1, 4)
+    if bits == 4:
+        fours = fours[:, :, 0::2] | fours[:, :, 1::2] << 4
+    scales = torch.stack([scale, zero], -1).view(blocks, CODED_COLUMNS, groups, 2)
+    parts = (fours, scales.transpose(1, 2).contiguous().view(torch.uint8))
+    return torch.cat([part.reshape(blocks, groups, -1) for part in parts], -1)
 
 
 def _round_groups(
