@@ -9,7 +9,7 @@ process does. transformers' own `generate` does the same.
 
 Memory: what the process holds of its own (anonymous pages), sampled by the parent, beside weights and
 pages of the cache as they lie; and the largest resident set, which also counts pages of files that the
-system may drop: libraries, and the checkpoint while it is read.
+system may drop: libraries, the checkpoint while it is read, and float32 weights, which stay in its file.
 """
 
 from __future__ import annotations

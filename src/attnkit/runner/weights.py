@@ -2,15 +2,14 @@
 
 In: a model on the CPU and the name of a format. Out: the same model with its `nn.Linear` replaced by
 layers that keep codes. Products in 4 bits are our own on processors with AVX-512 VNNI
-(`backends/cpu/coded.c`); others torch's (oneDNN's int8 product, ATen's 4-bit one), so nothing needs to be
-installed. Weights are rounded to nearest, without data: quality is measured by
+(`backends/cpu/coded.c`), the others torch's (oneDNN's int8 product, ATen's 4-bit one): nothing needs to
+be installed. Weights are rounded to nearest, without data: quality is measured by
 `benchmarks/weights_cpu.py`.
 
 By torch, one core with AMX took for a weight of 576 x 1536 that was in no near cache 197 us with 1 row
-and 212 with 16 in bfloat16, 121 and 130 in int8, 72 and 383 in 4 bits. Whole steps of SmolLM2-135M, compiled, on
-that core (best of three, noisy): one stream 21 tokens/s in bfloat16, 18 in int8, 36 in 4 bits; 16
-prompts 280, 242 and 117. So 4 bits serve one stream, and int8 saves half the memory; in so small a model
-what makes codes of activations costs more than the product saves.
+and 212 with 16 in bfloat16, 121 and 130 in int8, 72 and 383 in 4 bits. So 4 bits serve one stream, and
+int8 saves half the memory; in so small a model what makes codes of activations costs more than the
+product saves.
 """
 
 from __future__ import annotations
