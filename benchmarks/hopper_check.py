@@ -635,7 +635,7 @@ def prefill_variants(config: PrefillConfig) -> dict[str, PrefillConfig]:
         )
         found["2 consumers"] = two
         found["2 consumers, no turns"] = replace(two, turns=False)
-        found["two Q, no turns"] = replace(config, q_stages=2, turns=False)
+        found["Q in memory"] = replace(config, q_in_registers=False)
     return found
 
 
