@@ -123,7 +123,7 @@ def produce(
     """One warp that feeds K (and Q) or V. Pages are looked up two tiles ahead, since the first tiles of
     a launch are copied as fast as they are found."""
     STRIPS: gl.constexpr = CONFIG.head_size // 64
-    at, end, record = my_share(share_ptr, 1)
+    at, end, record = my_share(share_ptr)
     step = 0
     num_done = 0
     while at < end:
@@ -209,7 +209,7 @@ def consume(
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, ACC_LAYOUT)
     row = gl.arange(0, TILE_ROWS, ROW_LAYOUT)
     row_token = row // CONFIG.pack
-    at, end, record = my_share(share_ptr, 1)
+    at, end, record = my_share(share_ptr)
     step = 0
     num_done = 0
     while at < end:

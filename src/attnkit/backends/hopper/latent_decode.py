@@ -77,7 +77,7 @@ def produce(
     HALF: gl.constexpr = CONFIG.half
     ROPE: gl.constexpr = CONFIG.rope
     WIDTH: gl.constexpr = HALF.head_size
-    at, end, record = my_share(share_ptr, CONFIG.head_tiles)
+    at, end, record = my_share(share_ptr)
     step = 0
     num_done = 0
     while at < end:
@@ -230,7 +230,7 @@ def consume(
     Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     HALF: gl.constexpr = CONFIG.half
     row_token = gl.arange(0, 64, ROW_LAYOUT) // CONFIG.pack
-    at, end, record = my_share(share_ptr, CONFIG.head_tiles)
+    at, end, record = my_share(share_ptr)
     step = 0
     num_done = 0
     while at < end:

@@ -60,7 +60,7 @@ def produce(
     """The warp that feeds latents and Q, pages looked up a tile ahead."""
     ROW: gl.constexpr = CONFIG.row
     LATENT_STRIPS: gl.constexpr = CONFIG.head_size // 64
-    at, end, record = my_share(share_ptr, CONFIG.head_tiles)
+    at, end, record = my_share(share_ptr)
     step = 0
     num_done = 0
     while at < end:
@@ -171,7 +171,7 @@ def consume(
     if CONFIG.scaled:
         out_scale = gl.load(k_scale_ptr)
         base_scale = log2_scale * out_scale
-    at, end, record = my_share(share_ptr, CONFIG.head_tiles)
+    at, end, record = my_share(share_ptr)
     step = 0
     num_done = 0
     while at < end:
