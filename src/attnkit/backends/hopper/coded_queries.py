@@ -1,17 +1,21 @@
 """Q as float16 beside float8 codes, for products of a warp (mma.sync).
 
-In: rows of Q in shared memory, bfloat16 or float16. Out: float16 numbers there, as the operand that stands
-beside four codes in a thread. A code becomes a float16 number in half an instruction, where bfloat16
-would cost two; so Q follows. Device code of the decode kernels.
+In: rows of Q in shared memory, bfloat16 or float16. Out: float16 numbers there, and the operand that
+stands beside four codes in a thread. A code becomes a float16 number in half an instruction, where
+bfloat16 would cost two; so Q follows. Device code of the decode kernels.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# ruff: noqa: RUF005 (device code: tuples grow by +)
+# pyright: reportArgumentType=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from attnkit.backends.hopper.gluon_api import barrier, fence_async_shared, gl, gluon
 
 
 @gluon.jit
-def make_float16(q_strips, q_numbers, LAYOUT: gl.constexpr, ROWS: gl.constexpr, STRIPS: gl.constexpr):
+def make_float16(
+    q_strips, q_numbers, LAYOUT: gl.constexpr, ROWS: gl.constexpr, STRIPS: gl.constexpr
+):
     """Put Q back as float16, each row times the power of two that brings its largest number to between
     2 ** 14 and 2 ** 15. What that makes subnormal is below 2 ** -28 of the largest.
 
@@ -45,7 +49,7 @@ def make_float16(q_strips, q_numbers, LAYOUT: gl.constexpr, ROWS: gl.constexpr, 
 
 @gluon.jit
 def beside_codes(q_tile, LAYOUT: gl.constexpr):
-    """Load columns of such Q, a multiple of 64, as the operand beside codes. In registers it moves nothing."""
+    """Load columns of such Q, a multiple of 64, as the operand beside codes. No register moves."""
     ROWS: gl.constexpr = q_tile.shape[0]
     COLUMNS: gl.constexpr = q_tile.shape[1]
     q = q_tile.load(gl.DotOperandLayout(0, LAYOUT, 2))

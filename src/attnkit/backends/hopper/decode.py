@@ -6,9 +6,9 @@ one row, cut into one equal share for each program. Out: output and LSE. Device 
 
 A unit is one request, KV head and tile of up to 16 or 64 rows (query tokens times the heads of the
 group). A program walks through the pieces of its share: whole units, and the ends of units that it
-shares with its neighbours. A unit in several pieces leaves its states in memory, and whoever comes last
-folds them, eight at a time and always in the order of the keys, so the bits do not depend on who came
-last.
+shares with its neighbours. A unit in several pieces leaves its states in memory. Of 16 rows whoever
+comes last folds them, eight at a time and always in the order of the keys, so the bits do not depend on
+who came last; of 64 rows, which would take one program as long as the keys take all, `fold` does.
 
 One warp copies K and Q, one copies V, one warpgroup attends. The copies run ahead over the borders
 between pieces, so memory is never idle.
@@ -277,7 +277,7 @@ def consume(
             if TILE_ROWS == 64:
                 p = gl.convert_layout(weights.to(q_tile.dtype), P_LAYOUT)
             else:
-                # Through memory of its own, out of which a matrix load brings them as products want them.
+                # Through memory of its own: a matrix load brings them as products want them.
                 p_tile.store(weights.to(q_tile.dtype))
                 barrier()
                 p = p_tile.load(P_LAYOUT)
@@ -342,28 +342,29 @@ def consume(
                     sums_ptr,
                     part == 0,
                 )
-        if num_splits > 1:
-            merge_unit(
-                CONFIG,
-                split,
-                num_splits,
-                first_program,
-                token,
-                kv_head,
-                num_tokens,
-                base_scale,
-                out_scale,
-                states_ptr,
-                sums_ptr,
-                counters_ptr,
-                num_states,
-                out_ptr,
-                out_stride_token,
-                out_stride_head,
-                lse_ptr,
-                lse_stride_token,
-                sinks_ptr,
-            )
+        if TILE_ROWS == 16:
+            if num_splits > 1:
+                merge_unit(
+                    CONFIG,
+                    split,
+                    num_splits,
+                    first_program,
+                    token,
+                    kv_head,
+                    num_tokens,
+                    base_scale,
+                    out_scale,
+                    states_ptr,
+                    sums_ptr,
+                    counters_ptr,
+                    num_states,
+                    out_ptr,
+                    out_stride_token,
+                    out_stride_head,
+                    lse_ptr,
+                    lse_stride_token,
+                    sinks_ptr,
+                )
         at += num_tiles
         record = pieces_ptr + (gl.program_id(0) + unit + 1) * 16
         num_done += 1

@@ -1,8 +1,8 @@
 """HopperImpl: run one layer: write K and V, prefill, decode.
 
 In: the layer's static facts once; then per step its tensors, its cache and the plan. Out: launches, for
-attention one of prompts, one of decodes, and one more where prompts come in splits. Tensor maps of the
-cache are kept from step to step.
+attention one of prompts, one of decodes, and one more for each where splits are put together. Tensor
+maps of the cache are kept from step to step.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from attnkit.contract import AttentionLayer, AttentionType
 from attnkit.errors import BatchError, CacheError, UnsupportedConfiguration
 
 if TYPE_CHECKING:
+    from attnkit.backends.hopper.config import DecodeConfig
+    from attnkit.backends.hopper.fold_launch import FoldWork
     from attnkit.backends.hopper.launch import Operands, Parts
     from attnkit.backends.hopper.repeat import Repeats
     from attnkit.backends.kernel_call import KernelCall
@@ -182,6 +184,24 @@ class HopperImpl(DenseImpl[HopperMetadata]):
             plan.states.grid,
             decode_changes(step.query, step.output, step.lse, table, *work),
             lambda: decode_call(self._operands(step), self.variant, *work, config),
+        )
+        if plan.fold is not None:
+            self._fold(step, plan.fold, config)
+
+    def _fold(self, step: _Step, work: FoldWork, config: DecodeConfig) -> None:
+        """Pieces of decodes put together."""
+        from attnkit.backends.hopper.fold_launch import FoldShape, fold_call, fold_changes
+        from attnkit.backends.hopper.launch import log2_scale
+
+        shape = FoldShape.of(work)
+        written = (work, step.output, step.lse)
+        variant = self.variant
+        self._launch(
+            step,
+            ("fold", shape),
+            shape.grid(work),
+            fold_changes(*written),
+            lambda: fold_call(*written, config, log2_scale(variant), sinks=variant.sinks),
         )
 
     def do_kv_cache_update(

@@ -4,6 +4,8 @@ In: of each split its rows in float32, and their LSE. Out: output and LSE of the
 in plain Triton; `launch.merge_call` starts it.
 """
 
+# pyright: reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
 

@@ -96,7 +96,7 @@ class HopperMLAImpl(TritonMLAImpl):
             CacheError: the copy engine cannot read the cache, or that has another dtype than `q`.
         """
         # Here, so that the class can be asked questions where Triton is not installed.
-        from attnkit.backends.hopper import latent_launch, launch
+        from attnkit.backends.hopper import fold_launch, latent_launch, launch
         from attnkit.backends.hopper.repeat import kind_of
 
         plan = attn_metadata.decode
@@ -127,7 +127,7 @@ class HopperMLAImpl(TritonMLAImpl):
         work = attn_metadata.work(self.num_heads, coded)
         rows, has_lse = work.tile_rows, lse is not None
         config = latent_config(self.num_heads, cache.shape[1], rows, lse=has_lse, coded=coded)
-        fold = latent_launch.FoldShape.of(work)
+        fold = fold_launch.FoldShape.of(work)
         kind = (kind_of(query, rope, output), plan.block_table.dtype, rows, has_lse)
         self._repeats.launch(
             ("decode", *kind),
@@ -140,7 +140,7 @@ class HopperMLAImpl(TritonMLAImpl):
             ("fold", fold, *kind),
             kv_c_and_k_pe_cache,
             fold.grid(work),
-            latent_launch.fold_changes(operands, work),
+            fold_launch.fold_changes(work, output, lse, operands.k_scale),
             lambda: latent_launch.fold_latents_call(operands, work, config),
         )
         return output, lse

@@ -146,7 +146,7 @@ def share_decodes_kernel(
     `pieces.read_piece` and what follows it read them. `share_ptr`: tiles of a share, tiles of a
     group, units, programs of a group and of all groups, and from 16 on the first record of each program,
     which is only there. `units_ptr`, where it is
-    not None: of each unit 8 numbers as `latent_fold` reads them.
+    not None: of each unit 8 numbers as `fold` reads them.
 
     GROUPS: so many rows of units, each of as many KV heads, and as many programs for each. What programs
     of different groups do at a time is then the same place of the same requests.

@@ -168,9 +168,7 @@ def merge_unit(
     """
     LANES: gl.constexpr = 32 if CONFIG.head_size >= 128 else 16
     WIDE: gl.constexpr = 2 if CONFIG.head_size == 256 else 1
-    # Rows whose loads are in flight together: one after the other they would take as long as the keys
-    # of 64 rows do (B1 ctx 32k, 16 queries: 20 us of 59).
-    ROWS: gl.constexpr = 512 // CONFIG.head_size * (4 if CONFIG.tile_rows == 64 else 1)
+    ROWS: gl.constexpr = 512 // CONFIG.head_size
     FOLD_LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, 4], [32 // LANES, LANES], [4 // WIDE, WIDE], [1, 0]
     )

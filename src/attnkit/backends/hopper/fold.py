@@ -1,21 +1,22 @@
-"""The fold kernel: units over latents that several programs share become output and LSE.
+"""The fold kernel: units of decodes that several programs share become output and LSE.
 
-In: states that `latent_decode` left, and the table of units of `plan_kernels.share_decodes_kernel`. Out:
-output and LSE. Many programs fold one unit, since its states are large: 128 KiB a piece. Device code, in
-plain Triton; `latent_launch` starts it.
+In: states that a decode kernel of 64 rows, or one over latents, left, and the table of units of
+`plan_kernels.share_decodes_kernel`. Out: output and LSE. Many programs fold one unit, since its states
+are large: 32 to 128 KiB a piece. Device code, in plain Triton; `fold_launch` starts it.
 """
 
 import triton
 import triton.language as tl
 
 LN_2 = tl.constexpr(0.6931471805599453)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(
     do_not_specialize=["lse_stride_token"],
     do_not_specialize_on_alignment=["share_ptr", "units_ptr", "k_scale_ptr"],
 )
-def fold_latents_kernel(
+def fold_kernel(
     share_ptr,
     units_ptr,
     states_ptr,
@@ -25,6 +26,7 @@ def fold_latents_kernel(
     out_stride_head,
     lse_ptr,
     lse_stride_token,
+    sinks_ptr,
     k_scale_ptr,
     log2_scale,
     GROUP_SIZE: tl.constexpr,
@@ -36,7 +38,7 @@ def fold_latents_kernel(
     SPLITS: tl.constexpr,
 ):
     """Program (unit, i, j) folds ROWS of its rows, the j-th COLUMNS of them, SPLITS states at once and
-    always in the order of their keys."""
+    always in the order of their keys. `k_scale_ptr`: of latents, which are keys and values."""
     unit = tl.program_id(0)
     num_units = tl.load(share_ptr + 2)
     record = units_ptr + unit * 8
@@ -77,11 +79,21 @@ def fold_latents_kernel(
         top = highest
     head = head_tile * GROUP_SIZE + row % PACK
     live = live & (row % PACK < GROUP_SIZE)
+    top = top * log2_scale
+    if sinks_ptr is not None:
+        # One more logit in the denominator, without a value.
+        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2_E
+        highest = tl.maximum(top, sink)
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.exp2(sink - base)
+        acc = acc * fade[:, None]
+        top = highest
     total = tl.where(total == 0.0, 1.0, total)
     where = (token + row // PACK).to(tl.int64)
     if lse_ptr is not None:  # noqa: SIM102 (a constant stands alone)
         if tl.program_id(2) == 0:
-            lse = (top * log2_scale + tl.log2(total)) * LN_2
+            lse = (top + tl.log2(total)) * LN_2
             tl.store(lse_ptr + where * lse_stride_token + head, lse, mask=live)
     out = acc * (out_scale / total)[:, None]
     where = where * out_stride_token + head * out_stride_head
