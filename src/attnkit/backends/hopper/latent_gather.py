@@ -1,9 +1,9 @@
-"""The gather kernels: chosen rows of a latent cache as pages of 16-bit numbers, for `latent_decode`.
+"""The gather kernels: chosen rows of a latent cache as pages of 16-bit numbers, for the decode kernels.
 
-In: per query a list of positions, and pages of rows of any format. Out: per query the rows that its list
-names, in order and without gaps, and their number in the records of its pieces. A row of 1,152 bytes read
-alone comes at the rate of memory; read out of pages it then comes by the copy engine, to all heads.
-Device code, in plain Triton; `latent_gather_launch` starts it.
+In: per query a list of positions, and pages of rows of any format. Out: per query the rows that its
+list names, in order and without gaps, and how many, in the records of its pieces. So each row is read
+alone and made numbers once, and all heads read it out of pages by the copy engine. Device
+code, in plain Triton; `latent_gather_launch` starts it.
 """
 
 # The types of device code are Triton's: a literal is a constexpr, a range may hold tensors.
@@ -20,7 +20,12 @@ from attnkit.backends.triton.mla_decode import TILE, with_tile_scales
 
 @triton.jit(
     do_not_specialize=["num_reqs", "first_token", "size"],
-    do_not_specialize_on_alignment=["owners_ptr", "lens_ptr", "query_start_loc_ptr", "seq_lens_ptr"],
+    do_not_specialize_on_alignment=[
+        "owners_ptr",
+        "lens_ptr",
+        "query_start_loc_ptr",
+        "seq_lens_ptr",
+    ],
 )
 def chosen_lens_kernel(
     owners_ptr,
@@ -113,22 +118,24 @@ def gather_latents_kernel(
     WIDE_ROPE: tl.constexpr = 128 // rotated_ptr.dtype.element_ty.primitive_bitwidth
     latent = tl.load(latent_ptr + units[:, None] * WIDE + columns, mask=there)
     rotated = tl.load(rotated_ptr + units[:, None] * WIDE_ROPE + rope_columns, mask=there)
-    latent = numbers(latent, CODES, rows_ptr.dtype.element_ty)
-    rotated = numbers(rotated, CODES, rows_ptr.dtype.element_ty)
+    scales = None
     if tile_scales_ptr is not None:
         tiles = tl.arange(0, RANK // TILE)[None, :]
         scales = tl.load(tile_scales_ptr + units[:, None] * 4 + tiles, mask=there)
-        latent = with_tile_scales(latent, scales, rows_ptr.dtype.element_ty)
 
     # While the rows are on their way.
     end = tl.where(j == 0, size, tl.minimum(j * ROWS, size))
     num_named = 0
     for first in range(0, end, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        listed = tl.load(lists + k, mask=k < end, other=-1)
+        at = first + tl.arange(0, BLOCK_K)
+        listed = tl.load(lists + at, mask=at < end, other=-1)
         num_named += tl.sum(((listed >= 0) & (listed < num_seen)).to(tl.int32), 0)
     place = tl.where(j == 0, 0, num_named) + tl.cumsum(named.to(tl.int32), 0) - 1
 
+    latent = numbers(latent, CODES, rows_ptr.dtype.element_ty)
+    rotated = numbers(rotated, CODES, rows_ptr.dtype.element_ty)
+    if scales is not None:
+        latent = with_tile_scales(latent, scales, rows_ptr.dtype.element_ty)
     row = (t.to(tl.int64) * room + place) * (RANK + ROPE)
     tl.store(rows_ptr + row[:, None] + columns, latent, mask=there)
     tl.store(rows_ptr + row[:, None] + RANK + rope_columns, rotated, mask=there)

@@ -1,10 +1,10 @@
 """HopperMLASparseBackend: attention over latents to chosen keys on sm_90.
 
-In: a `HopperMLASparseMetadata`, one layer's tensors, its latent cache, and per query a list of positions.
-Out: attention over exactly those. One launch gathers the rows that are named into pages of 16-bit numbers
-and says how many there are (`latent_gather`); the decode of `hopper_mla` then runs over these pages. So
-rows of every format are read once for all heads, and the decode never sees a code. Importing this needs
-neither Triton nor a GPU.
+In: a `HopperMLASparseMetadata`, one layer's tensors, its latent cache, and per query a list of
+positions. Out: attention over exactly those. One launch gathers the rows that are named into pages of
+16-bit numbers and says how many there are (`latent_gather`); the decode of `hopper_mla` then runs over
+these pages. So rows of every format are read once for all heads, and the decode sees no codes.
+Importing this needs neither Triton nor a GPU.
 """
 
 from __future__ import annotations
