@@ -29,7 +29,7 @@ from attnkit.backends.hopper.tuning import (
 )
 from attnkit.backends.triton.mla_operands import LatentPages
 from attnkit.backends.triton.mla_prefill import rows_of
-from attnkit.contract import AttentionBackend, AttentionLayer
+from attnkit.contract import AttentionBackend, AttentionLayer, KVCacheSpec, MultipleOf
 from attnkit.kvcache.formats import layer_scale
 from attnkit.mla.sparse import ChosenRows, SparseLatentImpl, lists_of
 
@@ -71,6 +71,13 @@ class HopperMLASparseBackend(HopperMLABackend):
     @staticmethod
     def get_builder_cls() -> type[HopperMLASparseMetadataBuilder]:  # type: ignore[override]
         return HopperMLASparseMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: KVCacheSpec | None = None,
+    ) -> list[int | MultipleOf]:
+        # Rows are read alone.
+        return [MultipleOf(1)]
 
     @classmethod
     def is_sparse(cls) -> bool:
