@@ -12,10 +12,9 @@ code, in plain Triton; `latent_gather_launch` starts it.
 import triton
 import triton.language as tl
 
-from attnkit.backends.codes import numbers
+from attnkit.backends.codes import TILE, numbers, with_tile_scales
 from attnkit.backends.hopper.plan_kernels import put_num_keys
-from attnkit.backends.triton.mla_choose import seen_by_query
-from attnkit.backends.triton.mla_decode import TILE, with_tile_scales
+from attnkit.backends.queries import seen_by_query
 
 
 @triton.jit(

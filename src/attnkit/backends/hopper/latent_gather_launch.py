@@ -16,8 +16,6 @@ from attnkit.backends.hopper.latent_gather import chosen_lens_kernel, gather_lat
 from attnkit.backends.hopper.latent_launch import LatentWork
 from attnkit.backends.hopper.tuning import CHOSEN_PAGE
 from attnkit.backends.kernel_call import KernelCall
-from attnkit.backends.triton.configs import padded
-from attnkit.backends.triton.mla_operands import LatentPages
 
 _ROWS = 16
 """Rows of a program: 18 KiB on their way, and 128 programs for a list of 2,048."""
@@ -88,7 +86,7 @@ def chosen_lens_call(
 def gather_call(
     lists: torch.Tensor,
     table: torch.Tensor,
-    pages: LatentPages,
+    pages: Any,
     rows: torch.Tensor,
     owners: torch.Tensor,
     work: LatentWork,
@@ -99,7 +97,7 @@ def gather_call(
     Args:
         lists: int32 (T, k), last stride 1.
         table: int32 (R, W), blocks of each request.
-        pages: of the cache; its blocks and rows lie multiples of 16 bytes apart.
+        pages: `LatentPages` of the cache, whose blocks and rows lie multiples of 16 bytes apart.
         rows: (at least T * ceil(k / 64), 64, 576) 16-bit numbers, to be filled: pages of each query.
         owners: int32 (at least T, 2).
         work: its records are told how many rows each query has.
@@ -139,7 +137,7 @@ def gather_grid(lists: torch.Tensor) -> tuple[int, int]:
 
 def block_k(lists: torch.Tensor) -> int:
     """Places of a list that are counted at once."""
-    return min(2048, padded(lists.shape[1]))
+    return min(2048, max(16, triton.next_power_of_2(lists.shape[1])))
 
 
 def gather_changes(

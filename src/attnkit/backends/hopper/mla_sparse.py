@@ -27,8 +27,6 @@ from attnkit.backends.hopper.tuning import (
     head_tiles,
     latent_config,
 )
-from attnkit.backends.triton.mla_operands import LatentPages
-from attnkit.backends.triton.mla_prefill import rows_of
 from attnkit.contract import AttentionBackend, AttentionLayer, KVCacheSpec, MultipleOf
 from attnkit.kvcache.formats import layer_scale
 from attnkit.mla.sparse import ChosenRows, SparseLatentImpl, lists_of
@@ -162,7 +160,8 @@ class HopperMLASparseImpl(SparseLatentImpl[Any], HopperMLAImpl):
         hot = self.hisparse_cache
         if hot is None:
             self._elements(cache, dtype)
-            return _Source(lists=rows_of(lists), table=plan.block_table, cache=cache, owners=None)
+            lists = lists if lists.stride(1) == 1 else lists.contiguous()
+            return _Source(lists=lists, table=plan.block_table, cache=cache, owners=None)
         # What is listed comes into pages of one token first, and is then all that a list names.
         chosen = ChosenRows.of(lists, plan, cache.shape[1])
         pages, table = hot.pages_of(cache, chosen)
@@ -181,20 +180,12 @@ class HopperMLASparseImpl(SparseLatentImpl[Any], HopperMLAImpl):
     ) -> None:
         """Copy the rows of some queries into `rows`, and tell their plan how many each has."""
         from attnkit.backends.hopper import latent_gather_launch
-        from attnkit.backends.triton.launch import gpu_of
 
         lists, table, cache = source.lists[some], source.table, source.cache
         owners = chosen.owners if source.owners is None else source.owners[some]
 
         def call() -> KernelCall:
-            pages = LatentPages.of(
-                cache,
-                self.layer.cache_format,
-                self.layer.dimensions,
-                k_scale,
-                has_e4m3=gpu_of(cache.device).has_e4m3,
-            )
-            groups = head_tiles(self.num_heads)
+            pages, groups = self._pages(cache, k_scale), head_tiles(self.num_heads)
             return latent_gather_launch.gather_call(
                 lists, table, pages, rows, owners, chosen.work, groups
             )
