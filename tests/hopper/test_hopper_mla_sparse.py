@@ -17,7 +17,7 @@ from attnkit.backends.hopper.mla_sparse_plan import Lists
 from attnkit.conformance.checks import check_case, run_and_judge
 from attnkit.conformance.mla.laws import lists_may_name_anything
 from attnkit.conformance.mla.subject import MLASubject
-from attnkit.conformance.subject import LawBroken
+from attnkit.conformance.subject import LawBroken, Subject
 from attnkit.conformance.verify import claimed_checks, outcome_of
 from attnkit.contract import DeviceCapability, MLADimensions
 from attnkit.errors import CacheError
@@ -86,7 +86,7 @@ def _told(lists: torch.Tensor, **facts: bool) -> Any:
     return SimpleNamespace(topk_indices_buffer=lists, **facts)
 
 
-def _layer(subject: MLASubject, indexer: object, **fields: object) -> tuple[Any, Any]:
+def _layer(subject: Subject, indexer: object, **fields: object) -> tuple[Any, Any]:
     case = subject.plain_case("chosen", **{"return_lse": True, "num_heads": 4, **fields})
     layer = subject.layer(case, indexer=indexer)
     return layer, subject.inputs(layer, case)
