@@ -148,6 +148,10 @@ class HopperMLAMetadataBuilder(MLAMetadataBuilder):
             kv_cache_spec.block_size,
         )
 
+    @classmethod
+    def get_plan_cls(cls) -> type[HopperMLAMetadata]:
+        return HopperMLAMetadata
+
     def build(
         self,
         common_prefix_len: int,

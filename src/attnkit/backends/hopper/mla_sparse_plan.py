@@ -167,6 +167,10 @@ class HopperMLASparseMetadataBuilder(MLAMetadataBuilder):
         most = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         self._planner = ChosenPlanner(torch.device(device), most)
 
+    @classmethod
+    def get_plan_cls(cls) -> type[HopperMLASparseMetadata]:
+        return HopperMLASparseMetadata
+
     def build(
         self,
         common_prefix_len: int,
