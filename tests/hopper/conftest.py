@@ -13,6 +13,7 @@ import pytest
 from attnkit.backends.hopper import latent_launch, launch
 from attnkit.backends.hopper.backend import HopperBackend
 from attnkit.backends.hopper.mla import HopperMLABackend
+from attnkit.backends.hopper.mla_sparse import HopperMLASparseBackend
 from attnkit.conformance import simulator
 from attnkit.contract import DeviceCapability
 
@@ -39,6 +40,18 @@ class EmulatedHopper(HopperBackend):
 
 class EmulatedHopperMLA(HopperMLABackend):
     """Likewise, over latents."""
+
+    @classmethod
+    def is_available(cls) -> str | None:
+        return None
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return True
+
+
+class EmulatedHopperMLASparse(HopperMLASparseBackend):
+    """Likewise, over chosen keys."""
 
     @classmethod
     def is_available(cls) -> str | None:
@@ -88,3 +101,10 @@ def emulated_mla(monkeypatch: pytest.MonkeyPatch) -> type[HopperMLABackend]:
     """The backend over latents, likewise."""
     emulate(monkeypatch)
     return EmulatedHopperMLA
+
+
+@pytest.fixture
+def emulated_sparse(monkeypatch: pytest.MonkeyPatch) -> type[HopperMLASparseBackend]:
+    """The backend over chosen keys, likewise."""
+    emulate(monkeypatch)
+    return EmulatedHopperMLASparse

@@ -216,6 +216,7 @@ def consume(
     out_stride_head,
     lse_ptr,
     lse_stride_token,
+    k_scale_ptr,
     log2_scale,
 ):
     """The warpgroup that scores block ME of each tile and accumulates half ME of the output."""
@@ -230,6 +231,10 @@ def consume(
     Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     HALF: gl.constexpr = CONFIG.half
     row_token = gl.arange(0, 64, ROW_LAYOUT) // CONFIG.pack
+    out_scale = log2_scale
+    if CONFIG.scaled:
+        out_scale = gl.load(k_scale_ptr)
+        log2_scale = log2_scale * out_scale
     at, end, record = my_share(share_ptr)
     step = 0
     num_done = 0
@@ -353,7 +358,7 @@ def consume(
                 head_tile,
                 num_tokens,
                 log2_scale,
-                log2_scale,
+                out_scale,
                 out_ptr,
                 out_stride_token,
                 out_stride_head,
@@ -383,7 +388,7 @@ def consume(
 
 @gluon.jit(
     do_not_specialize=["num_pages", "table_stride", "lse_stride_token"],
-    do_not_specialize_on_alignment=["share_ptr", "pieces_ptr", "table_ptr"],
+    do_not_specialize_on_alignment=["share_ptr", "pieces_ptr", "table_ptr", "k_scale_ptr"],
 )
 def latent_decode_kernel(
     q_desc,
@@ -401,6 +406,7 @@ def latent_decode_kernel(
     out_stride_head,
     lse_ptr,
     lse_stride_token,
+    k_scale_ptr,
     log2_scale,
     CONFIG: gl.constexpr,
 ):
@@ -450,7 +456,7 @@ def latent_decode_kernel(
 
     shared = (sums, q_full, q_empty, full, empty, share_ptr, pieces_ptr)
     shared = shared + (states_ptr, sums_ptr, out_ptr, out_stride_token, out_stride_head)
-    shared = shared + (lse_ptr, lse_stride_token, log2_scale)
+    shared = shared + (lse_ptr, lse_stride_token, k_scale_ptr, log2_scale)
     left = (q_left, q_right, q_rope, left_tiles, right_tiles, rope_tiles, left_boxes)
     right = (q_right, q_left, q_rope, right_tiles, left_tiles, rope_tiles, right_boxes)
     left = left + (left_top, right_top) + shared

@@ -92,7 +92,7 @@ def decode_grid(work: LatentWork) -> tuple[int]:
 
 def decode_changes(o: LatentOperands, work: LatentWork) -> dict[str, Any]:
     """Arguments of `latent_decode_call` that differ from one step to the next."""
-    changes = {
+    return {
         "q_desc": o.query,
         "q_rope_desc": o.query_rope,
         "share_ptr": work.share,
@@ -104,10 +104,8 @@ def decode_changes(o: LatentOperands, work: LatentWork) -> dict[str, Any]:
         "out_ptr": o.output,
         # Roles cannot be handed None.
         "lse_ptr": o.output if o.lse is None else o.lse,
+        "k_scale_ptr": o.output if o.k_scale is None else o.k_scale,
     }
-    if work.tile_rows < 64:
-        changes["k_scale_ptr"] = o.output if o.k_scale is None else o.k_scale
-    return changes
 
 
 def fold_latents_call(o: LatentOperands, work: LatentWork, config: LatentConfig) -> KernelCall:

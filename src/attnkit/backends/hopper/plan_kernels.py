@@ -244,3 +244,19 @@ def share_decodes_kernel(
             tl.store(record + 10, num_splits + zero, mask=there)
             tl.store(record + 11, group * group_programs + first_program + zero, mask=there)
             tl.store(record + 12, unit + zero, mask=there)
+
+
+@triton.jit
+def put_num_keys(share_ptr, pieces_ptr, units_ptr, unit, num_keys):
+    """Let the pieces of a unit end at fewer keys than were shared out; those past them see none."""
+    num_splits = tl.load(units_ptr + unit * 8 + 3)
+    first_program = tl.load(units_ptr + unit * 8 + 4)
+    for block in range(0, num_splits, 32):
+        split = block + tl.arange(0, 32)
+        there = split < num_splits
+        program = first_program + split
+        tl.store(pieces_ptr + (program + unit) * 16 + 6, num_keys + split * 0, mask=there)
+        # Where a piece is its program's first, it stands here instead.
+        record = share_ptr + 16 + program * 16
+        is_first = there & (tl.load(record + 12, mask=there, other=-1) == unit)
+        tl.store(record + 6, num_keys + split * 0, mask=is_first)

@@ -70,6 +70,10 @@ class TritonMLAMetadataBuilder(MLAMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._workspace = Workspace(torch.device(device))
 
+    @classmethod
+    def get_plan_cls(cls) -> type[TritonMLAMetadata]:
+        return TritonMLAMetadata
+
     def build(
         self,
         common_prefix_len: int,
