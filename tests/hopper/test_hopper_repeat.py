@@ -11,9 +11,9 @@ import torch
 
 from attnkit import Attention, MLAAttention, PagedKVCache, make_batch
 from attnkit.backends.hopper.launch import Operands, States, decode_call, score_config
-from attnkit.backends.hopper.repeat import Repeats
 from attnkit.backends.hopper.tuning import decode_config
 from attnkit.backends.kernel_call import KernelCall
+from attnkit.backends.repeat import Repeats
 from attnkit.contract import AttentionVariant, MLADimensions
 
 

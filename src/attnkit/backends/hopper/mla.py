@@ -29,8 +29,8 @@ from attnkit.kvcache.formats import layer_scale
 from attnkit.mla.prefill_backend import MLAPrefillBackend
 
 if TYPE_CHECKING:
-    from attnkit.backends.hopper.repeat import Repeats
     from attnkit.backends.kernel_call import KernelCall
+    from attnkit.backends.repeat import Repeats
 
 
 class HopperMLABackend(Sm90Backend):
@@ -97,7 +97,7 @@ class HopperMLAImpl(TritonMLAImpl):
         """
         # Here, so that the class can be asked questions where Triton is not installed.
         from attnkit.backends.hopper import latent_launch, launch
-        from attnkit.backends.hopper.repeat import kind_of
+        from attnkit.backends.repeat import kind_of
 
         plan = attn_metadata.decode
         assert plan is not None, "a batch without decodes has no rows to serve"
@@ -157,7 +157,7 @@ class HopperMLAImpl(TritonMLAImpl):
         if kv_cache.numel() == 0:
             return
         from attnkit.backends.hopper.cache_launch import write_call, write_changes, write_grid
-        from attnkit.backends.hopper.repeat import kind_of
+        from attnkit.backends.repeat import kind_of
 
         rows = (kv_c_normed[:, None], k_pe)
         latent, rope = (x if x.stride(-1) == 1 else x.contiguous() for x in rows)
@@ -212,6 +212,6 @@ class HopperMLAImpl(TritonMLAImpl):
 
     @functools.cached_property
     def _repeats(self) -> Repeats:
-        from attnkit.backends.hopper.repeat import Repeats
+        from attnkit.backends.repeat import Repeats
 
         return Repeats()
