@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import BaseBackend
@@ -132,7 +132,6 @@ class Layer:
     kv_heads: int
     head_size: int
     head_size_v: int
-    dtype: torch.dtype
     kv_cache_dtype: str
     attn_type: str
     features: dict[str, Any]
@@ -153,7 +152,7 @@ class Layer:
     def caches(self) -> list[torch.Tensor]:
         made = cache_format(self.kv_cache_dtype)
         if made.codec is None:
-            dtype, content = made.dtype or self.dtype, self.head_size + self.head_size_v
+            dtype, content = made.dtype or torch.bfloat16, self.head_size + self.head_size_v
         else:
             assert made.dtype is not None
             dtype = made.dtype
@@ -170,10 +169,11 @@ class Layer:
 
     @functools.cached_property
     def scales(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        one, many = torch.ones(()), torch.ones(2, self.kv_heads)
+        one, other, many = torch.ones(()), torch.ones(()), torch.ones(2, self.kv_heads)
         return [
-            (one, torch.ones(())),
-            (torch.ones(()), one),
+            (one, other),
+            (one, one),
+            (other, other),
             (many[0], many[1]),
             (one, many[0]),
             (one.expand(self.kv_heads), many[0]),
@@ -198,7 +198,6 @@ def draw_layer(draw: Callable[..., Any], codes: bool) -> Layer:
         kv_heads=kv_heads,
         head_size=size,
         head_size_v=size_v,
-        dtype=draw(st.sampled_from([torch.bfloat16, torch.float32])),
         kv_cache_dtype=draw(st.sampled_from(coded if codes else own)),
         attn_type=attn_type,
         features=features,
@@ -218,6 +217,7 @@ COUNTS = {
 }
 """What differs from step to step without a kernel being another."""
 CHOICES = {
+    "dtype": st.sampled_from([torch.bfloat16, torch.float32]),
     "query": ROWS,
     "key": ROWS,
     "value": ROWS,
@@ -234,10 +234,11 @@ CHOICES = {
     "quantized": st.sampled_from([None, kFp8StaticTensorSym, kNvfp4Dynamic, kFp8Dynamic128Sym]),
     "wants_lse": st.booleans(),
     "cache": st.integers(0, 3),
-    "scales": st.integers(0, 5),
+    "scales": st.integers(0, 6),
 }
 """What may make it another."""
 START = {
+    "dtype": torch.bfloat16,
     "query": "own",
     "key": "packed",
     "value": "own",
@@ -296,7 +297,7 @@ def make_step(layer: Layer, workspace: Workspace, c: dict[str, Any]) -> dict[str
         is_captured=c["is_captured"],
         workspace=workspace,
     )
-    heads, kv_heads, dtype = layer.heads, layer.kv_heads, layer.dtype
+    heads, kv_heads, dtype = layer.heads, layer.kv_heads, c["dtype"]
     size, size_v, codes, quantized = layer.head_size, layer.head_size_v, c["quantized"], None
     if codes is not None and size_v % max(1, codes.scale.group_shape.col) == 0:
         scale = None if codes is kFp8Dynamic128Sym else torch.ones(())
@@ -352,7 +353,11 @@ def test_a_repeated_launch_is_the_whole_one(log: list[Started], codes: bool) -> 
     num_repeated: dict[str, int] = {}
 
     @settings(
-        max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+        max_examples=150,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
     )
     @given(st.data())
     def check(data: st.DataObject) -> None:
