@@ -160,8 +160,9 @@ def test_each_tensor_has_its_own_alignment() -> None:
 
 
 def test_scales_that_would_be_copied_are_no_part_of_a_key() -> None:
-    one, four = torch.ones(()), torch.ones(4)
-    assert with_scales(("key",), one, one) != with_scales(("key",), one, torch.ones(()))
+    one, other, four = torch.ones(()), torch.ones(()), torch.ones(4)
+    assert with_scales(("key",), one, one) != with_scales(("key",), one, other)
+    assert with_scales(("key",), one, one) != with_scales(("key",), other, one)
     assert with_scales(("key",), four, four) != with_scales(("key",), four[:1], four[:1])
     for k, v in ((one, four), (one, one.double()), (four.half(), four), (one.expand(4), four)):
         assert with_scales(("key",), k, v) is None

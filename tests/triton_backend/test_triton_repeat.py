@@ -8,8 +8,8 @@ to the kernel it found what a layer without a past passes to the one that Triton
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import BaseBackend
 from triton.runtime.jit import JITFunction
+from triton_problem import DEVICE
 
 from attnkit import Attention, PagedKVCache, make_batch
 from attnkit.backends.kernel_call import KernelCall
@@ -34,6 +35,7 @@ from attnkit.contract import (
 from attnkit.kvcache.formats import cache_format
 from attnkit.output_quant import QuantizedOutput
 
+HEADS, KV_HEADS, SIZE = (32, 8, 128) if DEVICE.type == "cuda" else (4, 2, 16)
 KERNELS = {
     launch: ("attention_kernel", "decode_kernel", "merge_kernel"),
     cache_launch: ("write_kernel", "encode_kernel"),
@@ -183,7 +185,9 @@ class Layer:
 
 def draw_layer(draw: Callable[..., Any], codes: bool) -> Layer:
     heads, kv_heads = draw(st.sampled_from([(8, 2), (3, 3), (6, 1), (32, 8)]))
-    attn_type = "decoder" if codes else draw(st.sampled_from(["decoder", "decoder", "encoder_only"]))
+    attn_type = (
+        "decoder" if codes else draw(st.sampled_from(["decoder", "decoder", "encoder_only"]))
+    )
     features = {
         "sliding_window": draw(st.sampled_from([None, 1, 64])),
         "logits_soft_cap": draw(st.sampled_from([None, 30.0])),
@@ -395,3 +399,168 @@ def test_a_repeated_launch_is_the_whole_one(log: list[Started], codes: bool) -> 
 
 def _module_of(name: str) -> Any:
     return next(module for module, names in KERNELS.items() if name in names)
+
+
+class Interpreted:
+    """A kernel in the interpreter that can be started again with the values that a GPU's would get."""
+
+    def __init__(self, name: str, function: Any) -> None:
+        self.__name__, self.function, self.arg_names = name, function, function.arg_names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def start(**arguments: Any) -> Any:
+            self.function[grid](**arguments)
+            return Indexed(lambda grid: functools.partial(again, grid, arguments))
+
+        def again(grid: tuple[int, ...], first: dict[str, Any], *values: Any) -> None:
+            arguments = dict(zip(self.arg_names, values, strict=True))
+            for name, value in arguments.items():
+                if isinstance(first[name], torch.Tensor) and type(value) is int:
+                    assert value == first[name].data_ptr()
+                    arguments[name] = first[name]
+            self.function[grid](**arguments)
+
+        return start
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """Has items that a function makes."""
+
+    make: Callable[[Any], Any]
+    packed_metadata = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.make(index)
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of kernels whose launches are whole."""
+    if DEVICE.type == "cpu":
+        for module, kernels in KERNELS.items():
+            for name in kernels:
+                monkeypatch.setattr(module, name, Interpreted(name, getattr(module, name)))
+    names: list[str] = []
+    plain = KernelCall.launch
+
+    def noted(call: KernelCall) -> Any:
+        names.append(call.kernel.__name__)
+        return plain(call)
+
+    monkeypatch.setattr(KernelCall, "launch", noted)
+    return names
+
+
+def make_layer(**features: Any) -> tuple[Attention, torch.Tensor]:
+    """A layer and a cache of 480 blocks."""
+    new = {"dtype": torch.bfloat16, "device": DEVICE}
+    layer = Attention(HEADS, SIZE, num_kv_heads=KV_HEADS, backend="triton", **new, **features)
+    spec = layer.get_kv_cache_spec()
+    if spec is None:
+        return layer, torch.empty(0, device=DEVICE)
+    return layer, PagedKVCache({layer.layer_name: spec}, 480, device=DEVICE)[layer.layer_name]
+
+
+def make_qkv(num_tokens: int, unaligned: bool = False) -> tuple[torch.Tensor, ...]:
+    """As a projection leaves them, side by side."""
+    heads = HEADS + 2 * KV_HEADS
+    memory = torch.randn(num_tokens * heads * SIZE + 2, dtype=torch.bfloat16, device=DEVICE)
+    memory = memory[2:] if unaligned else memory[:-2]
+    return memory.view(num_tokens, heads, SIZE).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+
+
+def make_plan(layer: Attention, lens: list[int], before: int) -> Any:
+    """Of requests with so many tokens before theirs."""
+    kv_lens = [n + before for n in lens]
+    tables = [[1 + 110 * i + j for j in range(-(-n // 16))] for i, n in enumerate(kv_lens)]
+    batch = make_batch(lens, kv_lens, tables, 16, device=DEVICE)
+    return layer.make_builder().build(0, batch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8_per_token_head"])
+def test_repeated_launches_compute_what_first_ones_do(
+    whole: list[str], kv_cache_dtype: str
+) -> None:
+    layer, cache = make_layer(kv_cache_dtype=kv_cache_dtype, return_lse=True)
+    seen = set()
+    for lens, before, unaligned in (
+        ([5, 30, 34], 3, False),
+        ([1, 1, 1], 270, False),
+        ([1, 1, 1], 260, True),
+        ([3, 20, 1, 1], 280, False),
+        ([1, 1], 530, False),
+        ([1, 1, 1, 1], 40, True),
+        ([40, 2, 2], 0, False),
+    ):
+        plan = make_plan(layer, lens, before)
+        q, k, v = make_qkv(sum(lens), unaligned)
+        fresh, other = make_layer(kv_cache_dtype=kv_cache_dtype, return_lse=True)
+        other.copy_(cache)
+        want = fresh(q, k, v, other, plan)
+        # A kernel is another for other alignments, and decodes with parts for the merge are.
+        with_parts = "merge_kernel" in whole
+        needed = {(name, unaligned, name == "decode_kernel" and with_parts) for name in whole}
+        whole.clear()
+        got = layer(q, k, v, cache, plan)
+        assert sorted(whole) == sorted(name for name, *_ in needed - seen)
+        seen |= needed
+        whole.clear()
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert torch.equal(cache.view(torch.uint8), other.view(torch.uint8))
+    assert len(seen) == 9, seen
+
+
+@pytest.mark.gpu
+def test_a_moved_cache_and_new_scales_are_seen(whole: list[str]) -> None:
+    layer, cache = make_layer(kv_cache_dtype="fp8")
+    plan = make_plan(layer, [1, 1, 1], 20)
+    q, k, v = make_qkv(3)
+    for moved in (False, True):
+        for scale in (1.0, 0.5):
+            cache = cache.clone() if moved else cache
+            fresh, other = make_layer(kv_cache_dtype="fp8")
+            other.copy_(cache)
+            for one in (layer, fresh):
+                one._k_scale.fill_(scale)
+                one._v_scale = torch.full((), 2 * scale, device=DEVICE)
+                one.process_weights_after_loading(torch.bfloat16)
+            want = fresh(q, k, v, other, plan)
+            assert torch.equal(layer(q, k, v, cache, plan), want)
+            assert torch.equal(cache.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.gpu
+def test_a_repeated_launch_is_captured_and_replayed(whole: list[str]) -> None:
+    if DEVICE.type != "cuda":
+        pytest.skip("needs a GPU")
+    layer, cache = make_layer()
+    plan = make_plan(layer, [1, 1, 1, 1], 1000)
+    q, k, v = make_qkv(4)
+    layer(q, k, v, cache, plan)
+    whole.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(q, k, v, cache, plan)
+    assert not whole
+    for _ in range(2):
+        q.normal_()
+        k.normal_()
+        graph.replay()
+        assert torch.equal(out, layer(q, k, v, cache, plan))
+
+
+@pytest.mark.gpu
+def test_encoders_repeat_over_keys_of_the_step(whole: list[str]) -> None:
+    layer, cache = make_layer(attn_type="encoder_only")
+    for num_tokens, packed in ((40, True), (70, True), (40, False), (90, False)):
+        q, k, v = make_qkv(num_tokens)
+        if not packed:
+            k, v = k.contiguous(), v.contiguous()
+        plan = make_plan(layer, [num_tokens - 9, 9], 0)
+        fresh, _ = make_layer(attn_type="encoder_only")
+        want = fresh(q, k, v, cache, plan)
+        whole.clear()
+        assert torch.equal(layer(q, k, v, cache, plan), want)
+        assert bool(whole) == (num_tokens == 40)
