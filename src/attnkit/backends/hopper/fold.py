@@ -5,6 +5,8 @@ In: states that a decode kernel of 64 rows, or one over latents, left, and the t
 are large: 32 to 128 KiB a piece. Device code, in plain Triton; `fold_launch` starts it.
 """
 
+# pyright: reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
 
@@ -56,26 +58,33 @@ def fold_kernel(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     live = row < num_tokens * PACK
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    split = tl.arange(0, SPLITS)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, num_splits, SPLITS):
-        # Places as `states.place_of_state` gives them.
-        i = first + split
-        place = 2 * (first_program + i) + tl.where(i == 0, 1, 0)
-        place = place.to(tl.int64)[:, None] * TILE_ROWS + row[None, :]
-        there = (i < num_splits)[:, None] & live[None, :]
-        tops = tl.load(sums_ptr + place * 2, mask=there, other=float("-inf"))
-        totals = tl.load(sums_ptr + place * 2 + 1, mask=there, other=0.0)
-        pointers = states_ptr + place[:, :, None] * HEAD_SIZE + column[None, None, :]
-        states = tl.load(pointers, mask=there[:, :, None], other=0.0)
-        highest = tl.maximum(top, tl.max(tops, 0))
+    for begin in range(0, num_splits, SPLITS):
+        # All loads of some states are on their way before one is used, and no thread needs another's.
+        tops, totals, states = (), (), ()
+        for i in tl.static_range(SPLITS):
+            # Places as `states.place_of_state` gives them.
+            split = begin + i
+            place = 2 * (first_program + split) + tl.where(split == 0, 1, 0)
+            rows = place.to(tl.int64) * TILE_ROWS + row
+            there = row < tl.where(split < num_splits, num_tokens * PACK, 0)
+            tops += (tl.load(sums_ptr + rows * 2, mask=there, other=float("-inf")),)
+            totals += (tl.load(sums_ptr + rows * 2 + 1, mask=there, other=0.0),)
+            pointers = states_ptr + rows[:, None] * HEAD_SIZE + column[None, :]
+            states += (tl.load(pointers, mask=there[:, None], other=0.0),)
+        highest = top
+        for i in tl.static_range(SPLITS):
+            highest = tl.maximum(highest, tops[i])
         base = tl.where(highest == float("-inf"), 0.0, highest * log2_scale)
         fade = tl.exp2(top * log2_scale - base)
-        fades = tl.exp2(tops * log2_scale - base[None, :])
-        total = total * fade + tl.sum(totals * fades, 0)
-        acc = acc * fade[:, None] + tl.sum(states * fades[:, :, None], 0)
+        total = total * fade
+        acc = acc * fade[:, None]
+        for i in tl.static_range(SPLITS):
+            fade = tl.exp2(tops[i] * log2_scale - base)
+            total += totals[i] * fade
+            acc += states[i] * fade[:, None]
         top = highest
     head = head_tile * GROUP_SIZE + row % PACK
     live = live & (row % PACK < GROUP_SIZE)

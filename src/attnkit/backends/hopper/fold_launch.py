@@ -65,7 +65,7 @@ class FoldShape:
 @functools.cache
 def _fold_shape(num_programs: int, num_units: int, head_size: int) -> FoldShape:
     # About so many states a unit has if all are alike; a thread has 64 numbers of them in flight.
-    splits = min(64, triton.next_power_of_2(num_programs // max(1, num_units) + 2))
+    splits = min(16, triton.next_power_of_2(num_programs // max(1, num_units) + 2))
     columns = min(head_size, 8192 // splits)
     return FoldShape(rows=8192 // splits // columns, columns=columns, splits=splits)
 
