@@ -35,7 +35,7 @@ from attnkit.contract import (
 from attnkit.kvcache.formats import cache_format
 from attnkit.output_quant import QuantizedOutput
 
-HEADS, KV_HEADS, SIZE = (32, 8, 128) if DEVICE.type == "cuda" else (4, 2, 16)
+HEADS, KV_HEADS, SIZE = (32, 8, 128) if DEVICE.type == "cuda" else (2, 1, 16)
 KERNELS = {
     launch: ("attention_kernel", "decode_kernel", "merge_kernel"),
     cache_launch: ("write_kernel", "encode_kernel"),
@@ -304,7 +304,8 @@ def make_step(layer: Layer, workspace: Workspace, c: dict[str, Any]) -> dict[str
     heads, kv_heads, dtype = layer.heads, layer.kv_heads, c["dtype"]
     size, size_v, codes, quantized = layer.head_size, layer.head_size_v, c["quantized"], None
     if codes is not None and size_v % max(1, codes.scale.group_shape.col) == 0:
-        scale = None if codes is kFp8Dynamic128Sym else torch.ones(())
+        scale = torch.ones(2)[c["output"] == "unaligned" :][:1]
+        scale = None if codes is kFp8Dynamic128Sym else scale
         quantized = QuantizedOutput.empty(codes, rows, heads * size_v, scale=scale)
     key = rows_of(c["key"], rows, kv_heads, size, dtype)
     value = rows_of(c["value"], rows, kv_heads, size_v, dtype)

@@ -302,6 +302,11 @@ class HopperMetadata:
         """Tokens in a page, as the batch says it; None: it does not."""
         return self.batch.block_size
 
+    @property
+    def views(self) -> tuple[str, ...]:
+        """What wrappers made of the batch, outermost first."""
+        return self.batch.views
+
     def plan(self, geometry: Geometry) -> Plan:
         """The work of layers of a geometry."""
         plan = self.plans.get(geometry)
