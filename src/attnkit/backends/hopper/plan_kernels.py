@@ -5,6 +5,8 @@ per piece of a program's share (decode), ready to be read by every layer of the 
 plain Triton; `launch` starts it.
 """
 
+# pyright: reportOperatorIssue=false
+
 import triton
 import triton.language as tl
 
