@@ -226,7 +226,7 @@ CHOICES = {
     "key": ROWS,
     "value": ROWS,
     "output": ROWS,
-    "keys_with_values": st.booleans(),
+    "keys_with_values": st.sampled_from([False, True, "apart"]),
     "slots": st.sampled_from([torch.int64, torch.int32]),
     "lens": st.sampled_from([torch.int32, torch.int64]),
     "causal": st.sampled_from([True, False, "each"]),
@@ -311,7 +311,8 @@ def make_step(layer: Layer, workspace: Workspace, c: dict[str, Any]) -> dict[str
     value = rows_of(c["value"], rows, kv_heads, size_v, dtype)
     if c["keys_with_values"]:
         both = torch.empty(rows, kv_heads, size + size_v, dtype=dtype)
-        key, value = both.split([size, size_v], dim=-1)
+        other = torch.empty_like(both) if c["keys_with_values"] == "apart" else both
+        key, value = both[..., :size], other[..., size:]
     return {
         "plan": plan,
         "query": rows_of(c["query"], rows, heads, size, dtype),
