@@ -304,8 +304,9 @@ def make_step(layer: Layer, workspace: Workspace, c: dict[str, Any]) -> dict[str
     heads, kv_heads, dtype = layer.heads, layer.kv_heads, c["dtype"]
     size, size_v, codes, quantized = layer.head_size, layer.head_size_v, c["quantized"], None
     if codes is not None and size_v % max(1, codes.scale.group_shape.col) == 0:
-        scale = torch.ones(2)[c["output"] == "unaligned" :][:1]
-        scale = None if codes is kFp8Dynamic128Sym else scale
+        scale = None if codes is kFp8Dynamic128Sym else torch.ones(2)
+        if scale is not None:
+            scale = scale[1:] if c["output"] == "unaligned" else scale[:1]
         quantized = QuantizedOutput.empty(codes, rows, heads * size_v, scale=scale)
     key = rows_of(c["key"], rows, kv_heads, size, dtype)
     value = rows_of(c["value"], rows, kv_heads, size_v, dtype)
