@@ -288,6 +288,7 @@ def make_step(layer: Layer, workspace: Workspace, c: dict[str, Any]) -> dict[str
         kv_lens=torch.zeros(num_reqs + 1, dtype=c["lens"])[1:],
         block_table=table[:, : c["width"]],
         block_size=16,
+        views=(),
         slot_mapping=torch.zeros(tokens, dtype=c["slots"]),
         causal=torch.ones(num_reqs, dtype=torch.bool) if c["causal"] == "each" else c["causal"],
         spans=torch.zeros(tokens, 2, dtype=torch.int32) if c["spans"] else None,
