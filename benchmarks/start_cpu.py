@@ -43,10 +43,7 @@ def main() -> None:
     started = now()
     contenders: list[dict[str, Any]] = [
         *({"who": "attnkit", "dtype": dtype} for dtype in options.dtype or ["bfloat16", "float32"]),
-        *(
-            {"who": "attnkit", "dtype": "bfloat16", "weights": weights}
-            for weights in ("int8", "int4")
-        ),
+        {"who": "attnkit", "dtype": "bfloat16", "weights": "int4"},
         {"who": "transformers", "dtype": "bfloat16"},
     ]
     lives: list[list[dict[str, float]]] = [[] for _ in contenders]

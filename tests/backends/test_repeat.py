@@ -13,7 +13,7 @@ import torch
 
 from attnkit.backends import repeat
 from attnkit.backends.kernel_call import KernelCall
-from attnkit.backends.repeat import Repeats, kind_of, with_scales
+from attnkit.backends.repeat import Repeats, kind_of
 
 
 class Compiled:
@@ -62,10 +62,12 @@ def _call(kernel: Kernel, x: torch.Tensor, cache: torch.Tensor, slopes: torch.Te
     )
 
 
-def _launch(repeats: Repeats, kernel: Kernel, key: Any, cache: torch.Tensor) -> None:
+def _launch(
+    repeats: Repeats, kernel: Kernel, key: Any, cache: torch.Tensor, scales: Any = None
+) -> None:
     x = torch.zeros(3)
     make = lambda: _call(kernel, x, cache, x)  # noqa: E731
-    repeats.launch(key, cache, (3,), {"x_ptr": x, "num": 3}, make)
+    repeats.launch(key, cache, (3,), {"x_ptr": x, "num": 3}, make, scales)
 
 
 def test_a_launch_is_repeated_with_what_changed_and_keeps_no_memory_of_a_step() -> None:
@@ -75,7 +77,7 @@ def test_a_launch_is_repeated_with_what_changed_and_keeps_no_memory_of_a_step() 
     def step(num: int, cache: torch.Tensor = cache) -> torch.Tensor:
         x = torch.zeros(num)
         repeats.launch(
-            "key",
+            ("key",),
             cache,
             (num,),
             {"x_ptr": x, "num": num},
@@ -112,28 +114,21 @@ def test_a_thread_with_another_cache_does_not_hand_over_its_launch() -> None:
     x = torch.zeros(3)
 
     def make() -> KernelCall:
-        _launch(repeats, kernel, "other key", second)
+        _launch(repeats, kernel, ("other key",), second)
         return _call(kernel, x, first, x)
 
-    repeats.launch("key", first, (3,), {"x_ptr": x, "num": 3}, make)
+    repeats.launch(("key",), first, (3,), {"x_ptr": x, "num": 3}, make)
     for cache in (second, second, first, first):
-        _launch(repeats, kernel, "key", cache)
+        _launch(repeats, kernel, ("key",), cache)
     addresses = [values[1] for _, values in kernel.compiled.launches]
     assert addresses == [second[1:].data_ptr(), first[1:].data_ptr()]
 
 
-def test_without_a_key_every_launch_is_whole() -> None:
-    kernel, repeats = Kernel(), Repeats()
-    for _ in range(3):
-        _launch(repeats, kernel, None, torch.zeros(4, 8))
-    assert (kernel.num_whole, kernel.compiled.launches) == (3, [])
-
-
 def test_copies_of_a_layer_begin_anew() -> None:
     kernel, repeats, cache = Kernel(), Repeats(), torch.zeros(4, 8)
-    _launch(repeats, kernel, "key", cache)
+    _launch(repeats, kernel, ("key",), cache)
     for other in (copy.deepcopy(repeats), copy.copy(repeats), pickle.loads(pickle.dumps(repeats))):
-        _launch(other, kernel, "key", cache)
+        _launch(other, kernel, ("key",), cache)
     assert (kernel.num_whole, kernel.compiled.launches) == (4, [])
 
 
@@ -141,10 +136,10 @@ def test_keys_without_end_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(repeat, "_MOST", 4)
     kernel, repeats, cache = Kernel(), Repeats(), torch.zeros(4, 8)
     for key in range(9):
-        _launch(repeats, kernel, key, cache)
+        _launch(repeats, kernel, (key,), cache)
     assert len(repeats._known[1]) == 1
     for _ in range(2):
-        _launch(repeats, kernel, 8, cache)
+        _launch(repeats, kernel, (8,), cache)
     assert len(kernel.compiled.launches) == 2
 
 
@@ -159,10 +154,22 @@ def test_each_tensor_has_its_own_alignment() -> None:
     assert kind_of(aligned) != kind_of(memory[:16:2])
 
 
-def test_scales_that_would_be_copied_are_no_part_of_a_key() -> None:
+def test_scales_are_a_part_of_the_key_where_they_are_read_in_place() -> None:
     one, other, four = torch.ones(()), torch.ones(()), torch.ones(4)
-    assert with_scales(("key",), one, one) != with_scales(("key",), one, other)
-    assert with_scales(("key",), one, one) != with_scales(("key",), other, one)
-    assert with_scales(("key",), four, four) != with_scales(("key",), four[:1], four[:1])
-    for k, v in ((one, four), (one, one.double()), (four.half(), four), (one.expand(4), four)):
-        assert with_scales(("key",), k, v) is None
+    kernel, repeats, cache = Kernel(), Repeats(), torch.zeros(4, 8)
+    kinds = [(one, one), (one, other), (other, one), (four, four), (four[:1], four[:1])]
+    for num_whole in (5, 5):
+        for scales in kinds:
+            _launch(repeats, kernel, ("key",), cache, scales)
+        assert kernel.num_whole == num_whole
+    # These are copied for the kernel, and no other launch would see what becomes of them.
+    for scales in (
+        (one, four),
+        (one, one.double()),
+        (four.half(), four),
+        (one.expand(4), four),
+    ):
+        kernel = Kernel()
+        for _ in range(2):
+            _launch(repeats, kernel, ("other key",), cache, scales)
+        assert (kernel.num_whole, kernel.compiled.launches) == (2, [])

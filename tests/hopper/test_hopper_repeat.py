@@ -60,7 +60,7 @@ def test_tensor_maps_move_to_another_tensor_and_keep_the_address_of_the_cache() 
     repeats = Repeats()
     longer = torch.zeros(7, 8, 128, dtype=torch.bfloat16)
     for q in (query, longer):
-        repeats.launch("key", cache, (4,), {"q_desc": q}, lambda: call)
+        repeats.launch(("key",), cache, (4,), {"q_desc": q}, lambda: call)
     ((moved, values),) = kernel.launches
     assert moved.base is longer
     assert moved.shape == [7, 2, 4, 128]

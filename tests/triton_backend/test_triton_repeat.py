@@ -226,7 +226,7 @@ CHOICES = {
     "key": ROWS,
     "value": ROWS,
     "output": ROWS,
-    "keys_with_values": st.booleans(),
+    "keys_with_values": st.sampled_from([False, True, "apart"]),
     "slots": st.sampled_from([torch.int64, torch.int32]),
     "lens": st.sampled_from([torch.int32, torch.int64]),
     "causal": st.sampled_from([True, False, "each"]),
@@ -288,6 +288,7 @@ def make_step(layer: Layer, workspace: Workspace, c: dict[str, Any]) -> dict[str
         kv_lens=torch.zeros(num_reqs + 1, dtype=c["lens"])[1:],
         block_table=table[:, : c["width"]],
         block_size=16,
+        views=(),
         slot_mapping=torch.zeros(tokens, dtype=c["slots"]),
         causal=torch.ones(num_reqs, dtype=torch.bool) if c["causal"] == "each" else c["causal"],
         spans=torch.zeros(tokens, 2, dtype=torch.int32) if c["spans"] else None,
@@ -304,14 +305,16 @@ def make_step(layer: Layer, workspace: Workspace, c: dict[str, Any]) -> dict[str
     heads, kv_heads, dtype = layer.heads, layer.kv_heads, c["dtype"]
     size, size_v, codes, quantized = layer.head_size, layer.head_size_v, c["quantized"], None
     if codes is not None and size_v % max(1, codes.scale.group_shape.col) == 0:
-        scale = torch.ones(2)[c["output"] == "unaligned" :][:1]
-        scale = None if codes is kFp8Dynamic128Sym else scale
+        scale = None if codes is kFp8Dynamic128Sym else torch.ones(2)
+        if scale is not None:
+            scale = scale[1:] if c["output"] == "unaligned" else scale[:1]
         quantized = QuantizedOutput.empty(codes, rows, heads * size_v, scale=scale)
     key = rows_of(c["key"], rows, kv_heads, size, dtype)
     value = rows_of(c["value"], rows, kv_heads, size_v, dtype)
     if c["keys_with_values"]:
         both = torch.empty(rows, kv_heads, size + size_v, dtype=dtype)
-        key, value = both.split([size, size_v], dim=-1)
+        other = torch.empty_like(both) if c["keys_with_values"] == "apart" else both
+        key, value = both[..., :size], other[..., size:]
     return {
         "plan": plan,
         "query": rows_of(c["query"], rows, heads, size, dtype),

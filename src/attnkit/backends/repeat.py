@@ -57,29 +57,33 @@ class Repeats:
 
     def launch(
         self,
-        key: Hashable | None,
+        key: tuple[object, ...],
         kv_cache: torch.Tensor | None,
         grid: tuple[int, ...],
         changing: dict[str, Any],
         make: Callable[[], KernelCall],
+        scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """Start a kernel.
 
         Args:
             key: which kernel, and all that its constants and Triton's view of the arguments follow from,
-                beside the layer and `kv_cache`: types, strides and alignments of what changes. None:
-                not to be repeated.
+                beside the layer and `kv_cache`: types, strides and alignments of what changes.
             kv_cache: what the arguments that do not change are views of; None: the layer has none.
             grid: programs along each axis.
             changing: arguments by name; for a tensor map the tensor, which has the strides and sizes
                 behind the first that it had when `key` was new.
             make: the whole call, for a new key; it checks what the key stands for.
+            scales: of K and V, the layer's, which the kernel reads where they are.
         """
         if not all(grid):
             return
-        if key is None:
-            make().launch()
-            return
+        if scales is not None:
+            places = _places(*scales)
+            if places is None:
+                make().launch()
+                return
+            key = (*key, places)
         cache = None if kv_cache is None else _identity(kv_cache)
         known_cache, launches = self._known
         if cache != known_cache or len(launches) >= _MOST:
@@ -103,24 +107,9 @@ class Repeats:
 
 def kind_of(*tensors: torch.Tensor | None) -> tuple[object, ...]:
     """What a compiled kernel depends on of tensors that change with every step."""
-    return tuple(
-        None if x is None else (x.dtype, x.data_ptr() % 16 == 0, x.stride()) for x in tensors
-    )
-
-
-def with_scales(
-    key: tuple[object, ...], k_scale: torch.Tensor, v_scale: torch.Tensor
-) -> tuple[object, ...] | None:
-    """The key of a launch that reads a layer's scales where they are.
-
-    Returns:
-        None if `Stored` copies them: a repeated launch would not see what they are by then.
-    """
-    same = k_scale.numel() == v_scale.numel()
-    for x in (k_scale, v_scale):
-        if not same or x.dtype != torch.float32 or not x.is_contiguous():
-            return None
-    return *key, k_scale.data_ptr(), v_scale.data_ptr(), k_scale.numel()
+    # A list first: a generator would take twice as long for two or three of them.
+    kinds = [None if x is None else (x.dtype, x.data_ptr() % 16 == 0, x.stride()) for x in tensors]
+    return tuple(kinds)
 
 
 def moved(descriptor: Any, tensor: torch.Tensor) -> Any:
@@ -129,6 +118,16 @@ def moved(descriptor: Any, tensor: torch.Tensor) -> Any:
     other.base = tensor
     other.shape = [tensor.shape[0], *descriptor.shape[1:]]
     return other
+
+
+def _places(k_scale: torch.Tensor, v_scale: torch.Tensor) -> tuple[int, int, int] | None:
+    """Where a layer's scales are, and how many; None if `Stored` copies them: a repeated launch would
+    not see what they are by then."""
+    same = k_scale.numel() == v_scale.numel()
+    for x in (k_scale, v_scale):
+        if not same or x.dtype != torch.float32 or not x.is_contiguous():
+            return None
+    return k_scale.data_ptr(), v_scale.data_ptr(), k_scale.numel()
 
 
 def _identity(cache: torch.Tensor) -> tuple[object, ...]:

@@ -26,7 +26,7 @@ from attnkit.backends.hopper.tuning import (
     decode_config,
     prefill_config,
 )
-from attnkit.backends.repeat import Repeats, kind_of, with_scales
+from attnkit.backends.repeat import Repeats, kind_of
 from attnkit.backends.stored import Stored
 from attnkit.contract import AttentionLayer, AttentionType
 from attnkit.errors import BatchError, CacheError, UnsupportedConfiguration
@@ -212,13 +212,13 @@ class HopperImpl(DenseImpl[HopperMetadata]):
     ) -> None:
         from attnkit.backends.hopper.cache_launch import write_call, write_changes, write_grid
 
-        self._repeat(
-            layer,
+        self._repeats.launch(
             ("write", kind_of(key, value), slot_mapping.dtype),
             kv_cache,
             write_grid(key, slot_mapping),
             write_changes(key, value, slot_mapping),
             lambda: write_call(key, value, self._stored(layer, kv_cache), slot_mapping),
+            self._scales(layer),
         )
 
     def _launch(
@@ -230,20 +230,12 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         make: Callable[[], KernelCall],
     ) -> None:
         """A launch of attention; `key` says which."""
-        self._repeat(step.layer, (*key, *step.kind), step.kv_cache, grid, changing, make)
+        whole = (*key, *step.kind)
+        self._repeats.launch(whole, step.kv_cache, grid, changing, make, self._scales(step.layer))
 
-    def _repeat(
-        self,
-        layer: AttentionLayer,
-        key: tuple[object, ...],
-        kv_cache: torch.Tensor,
-        grid: tuple[int, ...],
-        changing: dict[str, Any],
-        make: Callable[[], KernelCall],
-    ) -> None:
-        """A launch as `Repeats` has it, of a kernel that may read the layer's scales."""
-        whole = with_scales(key, layer._k_scale, layer._v_scale) if self._is_coded else key
-        self._repeats.launch(whole, kv_cache, grid, changing, make)
+    def _scales(self, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Those that kernels read."""
+        return (layer._k_scale, layer._v_scale) if self._is_coded else None
 
     def _operands(self, step: _Step) -> Operands:
         """What a step reads and writes, if the copy engine can."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnkit.backends.dense import DenseImpl
-from attnkit.backends.repeat import Repeats, kind_of, with_scales
+from attnkit.backends.repeat import Repeats, kind_of
 from attnkit.backends.stored import Stored
 from attnkit.backends.triton.configs import (
     attention_config,
@@ -221,8 +221,7 @@ class TritonImpl(DenseImpl[TritonMetadata]):
             splits = 1
         parts = None
         if splits > 1:
-            memory = plan.workspace.reserve(numel)
-            parts = Parts.of(memory, tensors, longest, max_segments)
+            parts = plan.workspace.parts(tensors, longest, max_segments)
         work = launch.DecodeWork(
             max_query_len=decoded, config=config, num_splits=splits, parts=parts
         )
@@ -252,21 +251,14 @@ class TritonImpl(DenseImpl[TritonMetadata]):
         make: Callable[[], KernelCall],
     ) -> None:
         """A launch of attention; `key` says which."""
-        self._repeat(step.layer, (*key, *step.kind), step.kv_cache, grid, changing, make)
+        scales = None if step.kv_cache is None else self._scales(step.layer)
+        whole = (*key, *step.kind)
+        self._repeats.launch(whole, step.kv_cache, grid, changing, make, scales)
 
-    def _repeat(
-        self,
-        layer: AttentionLayer,
-        key: tuple[object, ...],
-        kv_cache: torch.Tensor | None,
-        grid: tuple[int, ...],
-        changing: dict[str, Any],
-        make: Callable[[], KernelCall],
-    ) -> None:
-        """A launch as `Repeats` has it, of a kernel that may read the layer's scales."""
-        coded = kv_cache is not None and self.cache_format.reads_layer_scales
-        whole = with_scales(key, layer._k_scale, layer._v_scale) if coded else key
-        self._repeats.launch(whole, kv_cache, grid, changing, make)
+    def _scales(self, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Those that kernels read."""
+        coded = self.cache_format.reads_layer_scales
+        return (layer._k_scale, layer._v_scale) if coded else None
 
     def do_kv_cache_update(
         self,
@@ -282,13 +274,13 @@ class TritonImpl(DenseImpl[TritonMetadata]):
         from attnkit.backends.triton.cache_launch import write_call, write_changes, write_grid
 
         key, value = _rows(key), _rows(value)
-        self._repeat(
-            layer,
+        self._repeats.launch(
             ("write", kind_of(key, value), slot_mapping.dtype),
             kv_cache,
             write_grid(self.num_kv_heads, slot_mapping),
             write_changes(key, value, slot_mapping),
             lambda: write_call(key, value, self._stored(layer, kv_cache), slot_mapping),
+            self._scales(layer),
         )
 
     def _key_bytes(self, step: _Step) -> int:

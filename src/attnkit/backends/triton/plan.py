@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from attnkit.backends.triton.operands import Parts, SplitOperands
 from attnkit.contract import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
@@ -33,12 +34,23 @@ class Workspace:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: list[torch.Tensor] = []
+        self._parts: tuple[tuple[int, ...], Parts | None] = ((), None)
 
     def reserve(self, numel: int) -> torch.Tensor:
         """At least `numel` elements, the same ones as long as they suffice; contents are undefined."""
         if not self._memory or self._memory[-1].numel() < numel:
             self._memory.append(torch.empty(numel, dtype=torch.float32, device=self._device))
         return self._memory[-1]
+
+    def parts(self, step: SplitOperands, part_rows: int, max_segments: int) -> Parts:
+        """Parts of these sizes, the same ones as long as layers ask alike."""
+        shape = (step.num_reqs, part_rows, step.query.shape[1], max_segments, step.head_size_v)
+        known_shape, parts = self._parts
+        if parts is None or shape != known_shape:
+            memory = self.reserve(Parts.numel(step, part_rows, max_segments))
+            parts = Parts.of(memory, step, part_rows, max_segments)
+            self._parts = (shape, parts)
+        return parts
 
 
 # Neither frozen nor with slots: engines' wrappers subclass plans and assign their slot_mapping.
