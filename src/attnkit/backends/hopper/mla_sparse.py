@@ -83,7 +83,8 @@ class HopperMLASparseBackend(HopperMLABackend):
 
     @classmethod
     def estimate_cost(cls, request: Any) -> float:
-        """Above `triton_mla_sparse` as long as no card has judged it: chosen by name."""
+        """Above `triton_mla_sparse` as long as a card has judged its laws and some shapes only: chosen by
+        name."""
         return 1.5
 
 
