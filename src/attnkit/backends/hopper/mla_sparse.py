@@ -83,8 +83,7 @@ class HopperMLASparseBackend(HopperMLABackend):
 
     @classmethod
     def estimate_cost(cls, request: Any) -> float:
-        """Above `triton_mla_sparse` as long as a card has judged its laws and some shapes only: chosen by
-        name."""
+        """Above `triton_mla_sparse`: a card has judged its laws and some shapes, not the kit's cases."""
         return 1.5
 
 
