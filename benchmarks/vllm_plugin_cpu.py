@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm_engine import PAUSE_S, VllmEngine
+from piped_engine import PAUSE_S
+from vllm_engine import VllmEngine
 
 from attnkit.bench import machine
 from attnkit.bench.e2e import TextWorkload, measure

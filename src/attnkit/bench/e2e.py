@@ -117,6 +117,7 @@ class AttnkitEngine:
         device: torch.device | str = "cpu",
         *,
         compile: bool = False,
+        weights: str | None = None,
     ) -> None:
         from attnkit.runner.llm import LLM
 
@@ -127,9 +128,11 @@ class AttnkitEngine:
             device=device,
             enable_prefix_caching=False,
             compile=compile,
+            weights=weights,
         )
         chosen = "+".join(self.llm.backends)
-        self.name = f"attnkit {backend}{' compiled' if compile else ''}"
+        words = ("attnkit", backend, weights, "compiled" if compile else None)
+        self.name = " ".join(word for word in words if word)
         self.note = f"backend {chosen}"
 
     def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:

@@ -81,7 +81,7 @@ def resolve_checkpoint(
     """
     require_packages("transformers", "safetensors")
     if model is None:
-        return _from_gguf(_default_gguf(), DEFAULT_MODEL, notice)
+        return _from_gguf(default_gguf(), DEFAULT_MODEL, notice)
     if not isinstance(model, (str, os.PathLike)):
         raise ModelError(
             f"model {model!r} is no name; give a Hugging Face directory or id, a .gguf file, or nothing"
@@ -134,7 +134,12 @@ def check_loading_report(source: str, kind: str, report: Mapping[str, Any]) -> N
             )
 
 
-def _default_gguf() -> Path:
+def default_gguf() -> Path:
+    """The file of the default model.
+
+    Raises:
+        ModelError: the package that has it is not installed.
+    """
     # find_spec of a top-level name does not import the package, whose own imports (llm,
     # llama-cpp-python) are not needed to read its data file.
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE)

@@ -17,7 +17,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,7 +26,7 @@ from torch import nn
 
 from attnkit.backends.cpu.native import native_kernels
 from attnkit.backends.cpu.operands import NativeLinear
-from attnkit.backends.cpu.pages import use_huge_pages
+from attnkit.backends.cpu.pages import give_back_freed, use_huge_pages
 
 _HINT_ROWS = 16
 """Rows the packing is chosen for: decode steps, where a weight is read for few rows."""
@@ -33,6 +34,9 @@ _MOST_ROWS = 64
 """For more, oneDNN: ours took 0.5 to 0.9 of its time for 64 rows, 0.6 to 1.4 for 256."""
 _BLOCK = 32
 """Columns and channels of a block of a weight packed for the matrix unit."""
+_FREED_BYTES = 32 << 20
+"""Of weights, after which the system gets them back: what a thread that loads weights frees, others
+cannot use."""
 
 
 class OpaqueLinear(nn.Module):
@@ -40,10 +44,7 @@ class OpaqueLinear(nn.Module):
 
     Attributes:
         in_features, out_features: sizes.
-        native: the weight as our own kernel reads it; None: that does not serve here.
     """
-
-    native: NativeLinear | None = None
 
     def __init__(self, linear: nn.Linear, name: str) -> None:
         """
@@ -61,6 +62,11 @@ class OpaqueLinear(nn.Module):
         """The product; what the node calls."""
         raise NotImplementedError
 
+    @classmethod
+    def multiply_all(cls, layers: Sequence[Any], x: torch.Tensor) -> list[torch.Tensor]:
+        """Products of the same rows with the weights of several layers of this class."""
+        return [layer.multiply(x) for layer in layers]
+
     def product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`multiply`, or in a graph the node that stands for it; `dtype` is the result's."""
         if torch.compiler.is_compiling():
@@ -77,7 +83,10 @@ class PackedLinear(OpaqueLinear):
     Attributes:
         weight: (out_features, in_features); its shape and dtype can be read, its values not.
         bias: (out_features,) or None.
+        native: the weight as our own kernel reads it; None: that does not serve here.
     """
+
+    native: NativeLinear | None = None
 
     def __init__(self, linear: nn.Linear, name: str = "linear") -> None:
         super().__init__(linear, name)
@@ -92,10 +101,19 @@ class PackedLinear(OpaqueLinear):
         return self.product(x, x.dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        products = _multiply_few([self], x)
-        if products is not None:
-            return products[0]
-        return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
+        return self.multiply_all([self], x)[0]
+
+    @classmethod
+    def multiply_all(cls, layers: Sequence[Any], x: torch.Tensor) -> list[torch.Tensor]:
+        kernels, width = native_kernels(), x.shape[-1]
+        natives = [layer.native for layer in layers if layer.native and layer.in_features == width]
+        few = x.dtype is torch.bfloat16 and x.numel() <= _MOST_ROWS * width
+        if kernels is None or not few or len(natives) < len(layers):
+            multiply = torch.ops.mkldnn._linear_pointwise.default
+            return [multiply(x, layer.weight, layer.bias, "none", [], "") for layer in layers]
+        outputs = [x.new_empty(*x.shape[:-1], layer.out_features) for layer in layers]
+        kernels.multiply(natives, x.contiguous(), outputs)
+        return outputs
 
 
 def pack_linears(model: nn.Module) -> int:
@@ -107,16 +125,48 @@ def pack_linears(model: nn.Module) -> int:
     Returns:
         How many layers were replaced.
     """
-    packed = []
-    for prefix, module in list(model.named_modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and is_packable(child.weight):
-                layer = PackedLinear(child, f"{prefix}.{name}")
-                setattr(module, name, layer)
-                packed.append(layer.weight)
-    mkldnn = torch.ops.mkldnn
-    use_huge_pages((mkldnn.data_ptr(weight), mkldnn._nbytes(weight)) for weight in packed)
-    return len(packed)
+    mkldnn, pieces = torch.ops.mkldnn, []
+
+    def pack(linear: nn.Linear, name: str) -> nn.Module | None:
+        if not is_packable(linear.weight):
+            return None
+        layer = PackedLinear(linear, name)
+        pieces.append((mkldnn.data_ptr(layer.weight), mkldnn._nbytes(layer.weight)))
+        return layer
+
+    num_replaced = replace_linears(model, pack)
+    use_huge_pages(pieces)
+    return num_replaced
+
+
+def replace_linears(model: nn.Module, make: Callable[[nn.Linear, str], nn.Module | None]) -> int:
+    """Put other layers in the place of linear ones, one by one: few weights are there in both forms.
+
+    Args:
+        make: from a layer and its name, the one to take its place; None: it stays.
+
+    Returns:
+        How many layers were replaced.
+    """
+    # Names alone: a list of modules would keep every weight until the end.
+    every = model.named_modules(remove_duplicate=False)
+    names = [name for name, module in every if name and type(module) is nn.Linear]
+    num_replaced = num_freed = 0
+    for name in names:
+        linear: Any = model.get_submodule(name)
+        layer = make(linear, name)
+        if layer is None:
+            continue
+        model.set_submodule(name, layer)
+        num_replaced += 1
+        num_freed += linear.weight.nbytes
+        del linear
+        if num_freed > _FREED_BYTES:
+            give_back_freed()
+            num_freed = 0
+    if num_freed:
+        give_back_freed()
+    return num_replaced
 
 
 def is_packable(weight: torch.Tensor) -> bool:
@@ -149,19 +199,6 @@ def _is_in_blocks(out_features: int, in_features: int, dtype: torch.dtype) -> bo
     )
 
 
-def _multiply_few(layers: Sequence[OpaqueLinear], x: torch.Tensor) -> list[torch.Tensor] | None:
-    """Products of few rows by our own kernel, in one call; None where that does not serve."""
-    kernels, width = native_kernels(), x.shape[-1]
-    if kernels is None or x.dtype is not torch.bfloat16 or x.numel() > _MOST_ROWS * width:
-        return None
-    natives = [layer.native for layer in layers if layer.native and layer.in_features == width]
-    if len(natives) < len(layers):
-        return None
-    outputs = [x.new_empty(*x.shape[:-1], layer.out_features) for layer in layers]
-    kernels.multiply(natives, x.contiguous(), outputs)
-    return outputs
-
-
 _COUNTER = itertools.count()
 _LAYERS: WeakValueDictionary[str, OpaqueLinear] = WeakValueDictionary()
 
@@ -180,7 +217,10 @@ def _linears(
     x: torch.Tensor, handles: list[str], out_features: list[int], dtype: torch.dtype
 ) -> list[torch.Tensor]:
     layers = [_LAYERS[handle] for handle in handles]
-    return _multiply_few(layers, x) or [layer.multiply(x) for layer in layers]
+    kind = type(layers[0])
+    if any(type(layer) is not kind for layer in layers):
+        return [layer.multiply(x) for layer in layers]
+    return kind.multiply_all(layers, x)
 
 
 def _linears_fake(

@@ -14,16 +14,21 @@ what makes codes of activations costs more than the product saves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
+from attnkit.backends.cpu.native import native_kernels
+from attnkit.backends.cpu.operands import CODED_COLUMNS, CODED_GROUP, NativeCodedLinear
+from attnkit.backends.cpu.pages import use_huge_pages
 from attnkit.errors import ConfigurationError
-from attnkit.runner.linear import OpaqueLinear
+from attnkit.runner.linear import OpaqueLinear, replace_linears
 
 WEIGHTS = ("int8", "int4")
 """Names of formats."""
 
-GROUP = 32
+GROUP = CODED_GROUP
 """Numbers of a row that share a scale and a zero point in 4 bits."""
 
 _LEAST_ROWS = 8
@@ -82,7 +87,7 @@ class Int8Linear(OpaqueLinear):
 
 
 class Int4Linear(OpaqueLinear):
-    """y = x W^T + b with a scale and a zero point for every `GROUP` numbers of a row of W."""
+    """y = x W^T + b with a scale and a zero point for every `GROUP` numbers of a row of W, by torch."""
 
     def __init__(self, linear: nn.Linear, name: str = "linear") -> None:
         super().__init__(linear, name)
@@ -110,6 +115,67 @@ class Int4Linear(OpaqueLinear):
         return y if self.bias is None else y + self.bias
 
 
+class GroupedLinear(OpaqueLinear):
+    """`Int4Linear` with 4 or 8 bits by our own kernel (`backends/cpu/coded.c`), which rounds x too: each
+    group of a row to 8 bits with a scale of its own. Sums over a group are exact integers.
+
+    Attributes:
+        codes: uint8 (blocks of columns, groups, bytes): codes, scales and zero points as they are read.
+    """
+
+    def __init__(self, linear: nn.Linear, name: str = "linear", *, bits: int) -> None:
+        super().__init__(linear, name)
+        weight = linear.weight.detach()
+        codes, scale, zero = _round_groups(weight, bits)
+        blocks, groups = self.out_features // CODED_COLUMNS, self.in_features // GROUP
+        fours = codes.to(torch.uint8).view(blocks, CODED_COLUMNS, groups, GROUP // 4, 4)
+        fours = fours.permute(0, 2, 3, 1, 4)
+        if bits == 4:
+            fours = fours[:, :, 0::2] | fours[:, :, 1::2] << 4
+        scales = (
+            torch.stack([scale, zero], -1).view(blocks, CODED_COLUMNS, groups, 2).transpose(1, 2)
+        )
+        parts = (fours, scales.contiguous().view(torch.uint8))
+        packed = torch.cat([part.reshape(blocks, groups, -1) for part in parts], -1)
+        self.codes = nn.Parameter(packed, requires_grad=False)
+        bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
+        self.native = NativeCodedLinear.of(packed, bias, bits, self.in_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x, x.dtype)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return self.multiply_all([self], x)[0]
+
+    @classmethod
+    def multiply_all(cls, layers: Sequence[GroupedLinear], x: torch.Tensor) -> list[torch.Tensor]:
+        kernels = native_kernels()
+        assert kernels is not None, "a layer of this kind is made where there are kernels"
+        outputs = [x.new_empty(*x.shape[:-1], layer.out_features) for layer in layers]
+        kernels.multiply_codes([layer.native for layer in layers], x.contiguous(), outputs)
+        return outputs
+
+
+def _round_groups(
+    weight: torch.Tensor, bits: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes (rows, groups, `GROUP`), and of each group scale and zero point in bfloat16: a code stands
+    for code * scale + zero. Both are rounded so that codes reach the least and the largest number."""
+    groups, largest = weight.float().unflatten(1, (-1, GROUP)), 2**bits - 1
+    low, high = groups.aminmax(dim=2)
+    zero = -_round_up(-low)
+    tiny = torch.finfo(torch.bfloat16).tiny
+    scale = _round_up(((high - zero.float()) / largest).clamp(min=tiny))
+    codes = (groups - zero.float()[..., None]) / scale.float()[..., None]
+    return codes.round().clamp(0, largest), scale, zero
+
+
+def _round_up(x: torch.Tensor) -> torch.Tensor:
+    """float32 -> the next bfloat16 that is not less."""
+    near = x.to(torch.bfloat16)
+    return torch.where(near.float() < x, near.nextafter(torch.full_like(near, torch.inf)), near)
+
+
 def check_weights(weights: str, device: torch.device) -> None:
     """
     Raises:
@@ -134,7 +200,7 @@ def quantize_linears(model: nn.Module, weights: str) -> int:
     """Replace the linear layers of `model`, which is on a CPU, in place.
 
     With "int4", the layer that gives the logits and layers whose sizes 4 bits do not fit (in_features
-    a multiple of 32, out_features of 16) are in int8 where the processor has it, else left alone.
+    a multiple of 32, out_features of 16) are in 8 bits where the processor has it, else left alone.
 
     Args:
         weights: of `WEIGHTS`, checked.
@@ -144,19 +210,23 @@ def quantize_linears(model: nn.Module, weights: str) -> int:
     """
     has_int8 = _has_int8()
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    num_replaced = 0
-    for prefix, module in list(model.named_modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is not nn.Linear:
-                continue
-            fits = child.in_features % GROUP == 0 and child.out_features % 16 == 0
-            if weights == "int4" and fits and child is not head:
-                setattr(module, name, Int4Linear(child, f"{prefix}.{name}"))
-            elif has_int8:
-                setattr(module, name, Int8Linear(child, f"{prefix}.{name}"))
-            else:
-                continue
-            num_replaced += 1
+
+    kernels = native_kernels()
+    has_grouped = kernels is not None and kernels.has_code_products
+    pieces = []
+
+    def quantize(linear: nn.Linear, name: str) -> nn.Module | None:
+        fits = linear.in_features % GROUP == 0 and linear.out_features % CODED_COLUMNS == 0
+        if weights == "int4" and fits and has_grouped:
+            layer = GroupedLinear(linear, name, bits=8 if linear is head else 4)
+            pieces.append((layer.codes.data_ptr(), layer.codes.nbytes))
+            return layer
+        if weights == "int4" and fits and linear is not head:
+            return Int4Linear(linear, name)
+        return Int8Linear(linear, name) if has_int8 else None
+
+    num_replaced = replace_linears(model, quantize)
+    use_huge_pages(pieces)
     return num_replaced
 
 

@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 
-from attnkit.backends.cpu.operands import NativeBatch, NativeCodes, NativeLayer, NativeLinear
+from attnkit.backends.cpu.operands import (
+    NativeBatch,
+    NativeCodedLinear,
+    NativeCodes,
+    NativeLayer,
+    NativeLinear,
+)
 from attnkit.errors import BatchError
 
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -43,13 +49,15 @@ _LINEAR_ARGUMENTS = [
     _INT,
     _POINTER,
 ]  # linear, x, y, rows; as above
+_CODED_ARGUMENTS = [_POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _INT, _POINTER]
+# weights, y, their number, x, its dtype, rows; as above
 
 
 class NativeKernels:
     """The loaded library. Calls release the GIL and run on torch's own threads."""
 
     def __init__(self, path: str, parallel: int | None) -> None:
-        """Load a library built from `attend.c`, `write.c` and `linear.c`.
+        """Load a library built from `native.SOURCES`.
 
         Args:
             path: of the shared library.
@@ -64,7 +72,9 @@ class NativeKernels:
         self._attend: Callable[..., int] = _function(library.attnkit_attend, _ATTEND_ARGUMENTS)
         self._write_kv: Callable[..., int] = _function(library.attnkit_write_kv, _WRITE_ARGUMENTS)
         self._linear: Callable[..., int] = _function(library.attnkit_linear, _LINEAR_ARGUMENTS)
+        self._multiply_codes = _function(library.attnkit_multiply_codes, _CODED_ARGUMENTS)
         self._parallel = parallel
+        self.has_code_products = bool(_function(library.attnkit_has_code_products, [])())
         self.has_matrix_unit = bool(_function(library.attnkit_has_matrix_unit, [])())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeKernels:
@@ -276,6 +286,34 @@ class NativeKernels:
             torch.get_num_threads(),
             self._parallel,
         )
+
+    def multiply_codes(
+        self,
+        linears: Sequence[NativeCodedLinear],
+        x: torch.Tensor,
+        outputs: Sequence[torch.Tensor],
+    ) -> None:
+        """Products of the same rows with weights in codes, where the processor has them
+        (`has_code_products`).
+
+        Args:
+            linears: of in_features each.
+            x: (num_rows, in_features) of `DTYPE_CODES`, dense; any dimensions before the last.
+            outputs: likewise (num_rows, out_features), one for each.
+        """
+        pointers = _POINTER * len(linears)
+        status = self._multiply_codes(
+            pointers(*(linear.address for linear in linears)),
+            pointers(*(output.data_ptr() for output in outputs)),
+            len(linears),
+            x.data_ptr(),
+            DTYPE_CODES[x.dtype],
+            x.numel() // x.shape[-1],
+            torch.get_num_threads(),
+            self._parallel,
+        )
+        if status:
+            raise MemoryError("a product with codes could not allocate codes of its rows")
 
 
 def _function(function: Any, argtypes: list[Any]) -> Callable[..., int]:

@@ -29,7 +29,9 @@ import torch
 from attnkit.backends.cpu.launch import NativeKernels
 from attnkit.errors import ConfigurationError
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("attend.c", "write.c", "linear.c"))
+SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("attend.c", "coded.c", "linear.c", "write.c")
+)
 """Beside the headers they include."""
 COMPILERS = ("cc", "gcc", "clang")
 """Looked for in this order, after the environment's CC."""

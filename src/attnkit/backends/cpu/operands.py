@@ -71,10 +71,24 @@ class _Codes(ctypes.Structure):
     )
 
 
+CODED_COLUMNS, CODED_GROUP = 16, 32
+"""Columns of a block of `coded.c`, and channels that share a scale."""
+
+
 class _Linear(ctypes.Structure):
     _fields_ = (
         ("weight", _POINTER),
         ("bias", _POINTER),
+        ("columns", _INT),
+        ("channels", _INT),
+    )
+
+
+class _Coded(ctypes.Structure):
+    _fields_ = (
+        ("codes", _POINTER),
+        ("bias", _POINTER),
+        ("bits", _INT),
         ("columns", _INT),
         ("channels", _INT),
     )
@@ -260,3 +274,33 @@ class NativeLinear:
             channels=weight.shape[1],
         )
         return cls(ctypes.addressof(struct), struct, (weight, bias))
+
+
+@dataclass(frozen=True, eq=False)
+class NativeCodedLinear:
+    """A weight in codes as `coded.c` reads it; holds the tensors its pointers point into."""
+
+    address: int
+    _struct: _Coded
+    _tensors: tuple[torch.Tensor | None, ...]
+
+    @classmethod
+    def of(
+        cls, codes: torch.Tensor, bias: torch.Tensor | None, bits: int, in_features: int
+    ) -> NativeCodedLinear:
+        """
+        Args:
+            codes: uint8, dense: the blocks that `coded.c` describes.
+            bias: float32 (out_features,), dense; None: there is none.
+            bits: 4 or 8, of a code.
+            in_features: multiples of 32.
+        """
+        group_bytes = CODED_COLUMNS * (CODED_GROUP * bits // 8 + 4)
+        struct = _Coded(
+            codes=codes.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            bits=bits,
+            columns=codes.numel() // group_bytes * CODED_GROUP // in_features * CODED_COLUMNS,
+            channels=in_features,
+        )
+        return cls(ctypes.addressof(struct), struct, (codes, bias))

@@ -1,7 +1,7 @@
 """The decode kernel over latents (MLA): two consumers score a block of keys each and halve the output.
 
 In: packed queries of all heads, the pool of latent rows, and pieces of work (`plan_kernels`). Out:
-output and LSE of units that one program has alone, states of the others, which `latent_fold` folds.
+output and LSE of units that one program has alone, states of the others, which `fold` folds.
 Device code; `latent_launch` starts it.
 
 A float32 accumulator of 64 rows by 512 columns is half of a multiprocessor's registers. So consumer 0
@@ -77,7 +77,7 @@ def produce(
     HALF: gl.constexpr = CONFIG.half
     ROPE: gl.constexpr = CONFIG.rope
     WIDTH: gl.constexpr = HALF.head_size
-    at, end, record = my_share(share_ptr, CONFIG.head_tiles)
+    at, end, record = my_share(share_ptr)
     step = 0
     num_done = 0
     while at < end:
@@ -235,7 +235,7 @@ def consume(
     if CONFIG.scaled:
         out_scale = gl.load(k_scale_ptr)
         log2_scale = log2_scale * out_scale
-    at, end, record = my_share(share_ptr, CONFIG.head_tiles)
+    at, end, record = my_share(share_ptr)
     step = 0
     num_done = 0
     while at < end:

@@ -30,8 +30,8 @@ from attnkit.mla.prefill_backend import MLAPrefillBackend
 
 if TYPE_CHECKING:
     from attnkit.backends.hopper.config import LatentConfig
-    from attnkit.backends.hopper.repeat import Repeats
     from attnkit.backends.kernel_call import KernelCall
+    from attnkit.backends.repeat import Repeats
 
 
 class HopperMLABackend(Sm90Backend):
@@ -152,11 +152,11 @@ class HopperMLAImpl(TritonMLAImpl):
         self, repeats: Repeats, pages: torch.Tensor, operands: Any, work: Any, config: LatentConfig
     ) -> None:
         """Decode, and fold what programs share. `pages`: what `operands.cache` is a view of."""
-        from attnkit.backends.hopper import latent_launch
-        from attnkit.backends.hopper.repeat import kind_of
+        from attnkit.backends.hopper import fold_launch, latent_launch
+        from attnkit.backends.repeat import kind_of
 
         o = operands
-        fold = latent_launch.FoldShape.of(work)
+        fold = fold_launch.FoldShape.of(work)
         rows = (o.query, o.query_rope, o.output, *(() if o.lse is None else (o.lse,)))
         kind = (kind_of(*rows), o.block_table.dtype, work.tile_rows)
         repeats.launch(
@@ -170,7 +170,7 @@ class HopperMLAImpl(TritonMLAImpl):
             ("fold", fold, *kind),
             pages,
             fold.grid(work),
-            latent_launch.fold_changes(o, work),
+            fold_launch.fold_changes(work, o.output, o.lse, o.k_scale),
             lambda: latent_launch.fold_latents_call(o, work, config),
         )
 
@@ -191,7 +191,7 @@ class HopperMLAImpl(TritonMLAImpl):
             )
             return
         from attnkit.backends.hopper.cache_launch import write_call, write_changes, write_grid
-        from attnkit.backends.hopper.repeat import kind_of
+        from attnkit.backends.repeat import kind_of
 
         rows = (kv_c_normed[:, None], k_pe)
         latent, rope = (x if x.stride(-1) == 1 else x.contiguous() for x in rows)
@@ -247,6 +247,6 @@ class HopperMLAImpl(TritonMLAImpl):
 
     @functools.cached_property
     def _repeats(self) -> Repeats:
-        from attnkit.backends.hopper.repeat import Repeats
+        from attnkit.backends.repeat import Repeats
 
         return Repeats()

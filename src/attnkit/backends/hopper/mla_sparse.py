@@ -32,8 +32,8 @@ from attnkit.kvcache.formats import layer_scale
 from attnkit.mla.sparse import ChosenRows, SparseLatentImpl, lists_of
 
 if TYPE_CHECKING:
-    from attnkit.backends.hopper.repeat import Repeats
     from attnkit.backends.kernel_call import KernelCall
+    from attnkit.backends.repeat import Repeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -201,6 +201,6 @@ class HopperMLASparseImpl(SparseLatentImpl[Any], HopperMLAImpl):
     @functools.cached_property
     def _row_repeats(self) -> Repeats:
         """Launches over gathered rows."""
-        from attnkit.backends.hopper.repeat import Repeats
+        from attnkit.backends.repeat import Repeats
 
         return Repeats()

@@ -85,6 +85,7 @@ def prefill_config(
         num_consumers=num_consumers,
         # A ring of two was 2 to 5 % slower for head size 128 (benchmarks/hopper-notes.md).
         q_stages=1,
+        q_in_registers=head_size == 64,
         turns=turns,
         split=split,
     )

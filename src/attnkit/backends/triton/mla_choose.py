@@ -6,7 +6,7 @@ starts it.
 """
 
 # The types of device code are Triton's: a literal is a constexpr, a range may hold tensors.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 import triton
 import triton.language as tl

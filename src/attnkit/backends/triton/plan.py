@@ -52,6 +52,7 @@ class TritonMetadata:
         kv_lens: int32 (R,), keys in the cache: `seq_lens`, or the encoder's for cross attention.
         block_table: int32 (R, W).
         block_size: tokens in a page, as the batch says it; None: it does not.
+        views: what wrappers made of the batch, outermost first.
         slot_mapping: int64 (T,).
         causal: of all requests, or bool (R,).
         spans: int32 (T, 2), keys that a token sees beside its layer's mask (`mm_token_spans`).
@@ -71,6 +72,7 @@ class TritonMetadata:
     kv_lens: torch.Tensor
     block_table: torch.Tensor
     block_size: int | None
+    views: tuple[str, ...]
     slot_mapping: torch.Tensor
     causal: bool | torch.Tensor
     spans: torch.Tensor | None
@@ -122,6 +124,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             kv_lens=kv_lens,
             block_table=batch.block_table_tensor,
             block_size=batch.block_size,
+            views=self.views_of(batch),
             slot_mapping=batch.slot_mapping,
             causal=batch.causal,
             spans=batch.mm_token_spans(),
