@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from attnkit.backends.hopper import cache_launch, launch, tuning
+from attnkit.backends.hopper import cache_launch, fold_launch, launch, tuning
 from attnkit.backends.hopper.config import PrefillConfig
 from attnkit.backends.hopper.plan import Geometry, HopperMetadataBuilder, Plan, PrefillPlan
 from attnkit.backends.kernel_call import KernelCall
@@ -239,6 +239,10 @@ def calls(b: Batch, t: Tensors, plan: Plan) -> list[KernelCall]:
         config = tuning.decode_config(*shape, d.tile_rows, coded=b.coded, beside=d.beside)
         work = (d.share, d.pieces, d.states)
         found.insert(merges, launch.decode_call(t.operands, variant, *work, config))
+        if d.fold is not None:
+            scale, sinks = launch.log2_scale(variant), variant.sinks
+            call = fold_launch.fold_call(d.fold, t.output, t.lse, config, scale, sinks=sinks)
+            found.insert(merges + 1, call)
     return found
 
 
@@ -635,7 +639,7 @@ def prefill_variants(config: PrefillConfig) -> dict[str, PrefillConfig]:
         )
         found["2 consumers"] = two
         found["2 consumers, no turns"] = replace(two, turns=False)
-        found["two Q, no turns"] = replace(config, q_stages=2, turns=False)
+        found["Q in memory"] = replace(config, q_in_registers=False)
     return found
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/hopper_mla.py --json out.json [--peers .peers] [--only H16]
 
-Decodes over latents, over all keys and over chosen ones, and prompts whose latents are expanded to heads
-of 192 and values of 128.
+Decodes over latents, over all keys and over chosen ones, the choosing, and prompts whose latents are
+expanded to heads of 192 and values of 128. The record is written after each case.
 
 Every contender's output is compared with float32 attention of one request before it is timed, with a
 cold L2 and as a replayed graph. Work is planned once a step for all layers, so no plan is timed.
@@ -15,7 +15,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +24,13 @@ import torch
 from hopper_check import Clock
 
 from attnkit import MLAAttention, make_batch
-from attnkit.backends.hopper import latent_launch, launch, mla_plan
+from attnkit.backends.hopper import latent_launch, mla_plan, plan_launch, tuning
 from attnkit.backends.hopper.config import LatentConfig
 from attnkit.backends.hopper.mla_prefill import HopperMLAPrefill
 from attnkit.backends.hopper.tuning import latent_config
 from attnkit.backends.triton.mla_prefill import TritonMLAPrefill
 from attnkit.contract import MLADimensions
+from attnkit.indexer import LightningIndexer
 from attnkit.mla.plan import DecodePart, PrefillPart
 
 DEVICE = torch.device("cuda")
@@ -92,6 +93,12 @@ K_SCALE = 0.5
 """Of codes; a power of two, so that bfloat16 holds what they stand for."""
 
 
+def block_table(num_reqs: int, num_blocks: int) -> torch.Tensor:
+    """Blocks anywhere; the null block is the first of the first request, where no step writes."""
+    blocks = torch.randperm(num_reqs * num_blocks, device=DEVICE, dtype=torch.int32)
+    return ((blocks - blocks[0]) % len(blocks)).view(num_reqs, -1)
+
+
 def tensors(s: Shape) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     num_blocks = -(-s.ctx // s.page_size)
@@ -104,7 +111,7 @@ def tensors(s: Shape) -> dict[str, torch.Tensor]:
         "cache": codes.to(torch.bfloat16) * K_SCALE if s.coded else cache,
         "codes": codes.view(torch.uint8),
         "k_scale": torch.full((1,), K_SCALE, device=DEVICE),
-        "table": torch.randperm(pool, device=DEVICE, dtype=torch.int32).view(s.num_reqs, -1),
+        "table": block_table(s.num_reqs, num_blocks),
         "lens": torch.full((s.num_reqs,), s.ctx, device=DEVICE, dtype=torch.int32),
         "starts": torch.arange(s.num_reqs + 1, device=DEVICE, dtype=torch.int32) * s.query_len,
     }
@@ -144,9 +151,9 @@ def ours(
         config = replace(latent_config(*shape, **kwargs), **changes)
         return replace(config, rows=math.gcd(config.page_size, config.block_n))
 
-    usual = launch.LATENT_SPARE, mla_plan.latent_rows
+    usual = plan_launch.LATENT_SPARE, mla_plan.latent_rows
     if spare is not None:
-        launch.LATENT_SPARE = spare
+        plan_launch.LATENT_SPARE = spare
     if rows is not None:
         mla_plan.latent_rows = lambda num_heads, query_len, coded: rows
     mla_plan.latent_config = changed
@@ -160,7 +167,7 @@ def ours(
     planner = mla_plan.LatentPlanner(DEVICE, s.num_reqs, s.page_size)
     planner._num_programs *= programs
     work = planner.plan(part, s.num_heads, coded)
-    launch.LATENT_SPARE, mla_plan.latent_rows = usual
+    plan_launch.LATENT_SPARE, mla_plan.latent_rows = usual
     mla_plan.latent_config = latent_config
     q = t["q"]
     operands = latent_launch.LatentOperands(
@@ -469,21 +476,54 @@ class Chosen:
     ctx: int
     num_heads: int
     topk: int
+    stored: str = "auto"
 
     @property
     def name(self) -> str:
-        return f"chosen {self.topk} of ctx{self.ctx} B{self.num_reqs} H{self.num_heads}"
+        stored = "" if self.stored == "auto" else f" {self.stored}"
+        return f"chosen {self.topk} of ctx{self.ctx} B{self.num_reqs} H{self.num_heads}{stored}"
 
 
 CHOSEN = (
     Chosen(num_reqs=1, ctx=65536, num_heads=128, topk=2048),
     Chosen(num_reqs=8, ctx=65536, num_heads=128, topk=2048),
     Chosen(num_reqs=8, ctx=65536, num_heads=16, topk=2048),
+    Chosen(num_reqs=1, ctx=65536, num_heads=128, topk=2048, stored="fp8_ds_mla"),
+    Chosen(num_reqs=8, ctx=65536, num_heads=128, topk=2048, stored="fp8_ds_mla"),
+    Chosen(num_reqs=8, ctx=65536, num_heads=16, topk=2048, stored="fp8_ds_mla"),
+    Chosen(num_reqs=8, ctx=65536, num_heads=128, topk=2048, stored="fp8"),
+    Chosen(num_reqs=64, ctx=16384, num_heads=128, topk=2048),
+    Chosen(num_reqs=256, ctx=4096, num_heads=128, topk=2048),
 )
 
 
+def chosen_cache(
+    c: Chosen, t: dict[str, torch.Tensor], layer: MLAAttention
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache of the layer's format, and the last request's rows as numbers."""
+    blocks = t["table"][-1].long()
+    if c.stored == "auto":
+        return t["cache"], t["cache"][blocks].reshape(-1, 576)[: c.ctx].float()
+    if c.stored == "fp8":
+        layer._k_scale.fill_(K_SCALE)
+        cache = t["codes"].view(torch.float8_e4m3fn)
+        return cache, cache[blocks].reshape(-1, 576)[: c.ctx].float() * K_SCALE
+    pool = t["cache"].shape[0]
+    cache = torch.zeros(pool, 64, 656, device=DEVICE, dtype=torch.uint8)
+    numbers = t["cache"].view(-1, 576)
+    slots = torch.arange(pool * 64, device=DEVICE)
+    scale = layer._k_scale
+    layer.impl.do_kv_cache_update(
+        numbers[:, :512], numbers[:, None, 512:], cache, slots, c.stored, scale
+    )
+    rows = cache[blocks].reshape(-1, 1, 656)[: c.ctx]
+    parts = layer.impl.layer.cache_format.decode(rows, 512, 64, scale, scale)
+    return cache, torch.cat(parts, dim=-1)[:, 0].float()
+
+
 def race_chosen(clock: Clock, c: Chosen, errors: dict[str, float]) -> None:
-    """Decodes as layers call them, the plan made by an earlier one; the lists are given."""
+    """Decodes as layers call them, the plan made by an earlier one; the lists are given. Dense ones
+    read a cache of numbers, whatever the sparse ones read."""
     s = Shape(num_reqs=c.num_reqs, ctx=c.ctx, num_heads=c.num_heads)
     t = tensors(s)
     order = torch.rand(s.num_reqs, s.ctx, device=DEVICE).argsort(dim=1)[:, : c.topk]
@@ -494,7 +534,11 @@ def race_chosen(clock: Clock, c: Chosen, errors: dict[str, float]) -> None:
     projection = torch.nn.Linear(512, s.num_heads * 256, bias=False, device=DEVICE)
     projection.to(torch.bfloat16)
     good = {}
-    for backend in ("hopper_mla", "triton_mla", "triton_mla_sparse"):
+    kinds = ("", ", no gather", ", 16 queries at once")
+    names = ["hopper_mla", *(f"hopper_mla_sparse{kind}" for kind in kinds[: 2 + (c.num_reqs > 16)])]
+    at_once = tuning.MAX_CHOSEN_TOKENS
+    for name in (*names, "triton_mla_sparse"):
+        backend, _, kind = name.partition(", ")
         is_sparse = backend.endswith("sparse")
         layer = MLAAttention(
             s.num_heads,
@@ -505,25 +549,116 @@ def race_chosen(clock: Clock, c: Chosen, errors: dict[str, float]) -> None:
             dtype=torch.bfloat16,
             device=DEVICE,
             block_size=64,
+            kv_cache_dtype=c.stored if is_sparse else "auto",
             indexer=SimpleNamespace(topk_indices_buffer=lists) if is_sparse else None,
         )
+        kept = c if is_sparse else replace(c, stored="auto")
+        cache, keys = chosen_cache(kept, t, layer)
+        if kind == "16 queries at once":
+            tuning.MAX_CHOSEN_TOKENS = 16
         plan = layer.make_builder().build(0, batch)
 
-        def run(layer: Any = layer, plan: Any = plan) -> torch.Tensor:
-            return layer.impl.forward_mqa(t["q"], t["cache"], plan, layer)[0]
+        def run(layer: Any = layer, plan: Any = plan, cache: Any = cache) -> torch.Tensor:
+            return layer.impl.forward_mqa(t["q"], cache, plan, layer)[0]
 
         out = run()[-1].float()
-        keys = t["cache"][t["table"][-1].long()].reshape(-1, 576)[: s.ctx].float()
+        tuning.MAX_CHOSEN_TOKENS = at_once
         keys = keys[lists[-1].long()] if is_sparse else keys
         want = (t["q"][-1].float() @ keys.T * SCALE).softmax(-1) @ keys[:, :512]
-        errors[f"{c.name} {backend}"] = error = float((out - want).norm() / want.norm())
+        errors[f"{c.name} {name}"] = error = float((out - want).norm() / want.norm())
         if error < 2e-2:
-            good[backend] = run
+            good[name] = run
         else:
-            print(f"{c.name} {backend}: wrong by {error}", flush=True)
+            print(f"{c.name} {name}: wrong by {error}", flush=True)
+        if kind == "no gather":
+            layer.impl._gather = lambda *args: None
     clock.race(c.name, good, num_bytes=s.num_bytes)
     clock.race(c.name, good, num_bytes=s.num_bytes, graph=True)
     torch.cuda.empty_cache()
+
+
+INDEXED = ((1, 65536), (8, 65536), (64, 8192))
+"""Requests and their lengths, for an indexer of 64 heads of 128 as DeepSeek-V3.2's."""
+
+
+def race_indexer(clock: Clock, num_reqs: int, ctx: int, errors: dict[str, float]) -> None:
+    """What choosing 2,048 keys takes: this step's keys written, scores, and the best of them. The lists
+    are compared with those of torch's kernels over the same cache, where they may differ in ties of
+    rounding only."""
+    torch.manual_seed(0)
+    case = f"indexer of ctx{ctx} B{num_reqs}"
+    num_blocks = -(-ctx // 64)
+    new = {"device": DEVICE, "dtype": torch.bfloat16}
+    q, k = torch.randn(num_reqs, 64, 128, **new), torch.randn(num_reqs, 128, **new)
+    weights = torch.rand(num_reqs, 64, device=DEVICE)
+    tables = block_table(num_reqs, num_blocks).tolist()
+    batch = make_batch([1] * num_reqs, [ctx] * num_reqs, tables, 64, device=DEVICE)
+    lists, cache = {}, None
+    for backend in ("torch", "triton"):
+        indexer = LightningIndexer(
+            64, 128, 2048, dtype=torch.bfloat16, device=DEVICE, block_size=64, backend=backend
+        )
+        if cache is None:
+            cache = torch.zeros(num_reqs * num_blocks, 1, 64, 132, **{**new, "dtype": torch.uint8})
+            rows = torch.randn(num_reqs * num_blocks * 64, 128, **new)
+            slots = torch.arange(rows.shape[0], device=DEVICE)
+            indexer.kernels.write(rows, cache[:, 0], slots)
+
+        def run(indexer: Any = indexer, cache: Any = cache) -> torch.Tensor:
+            return indexer.choose(q, k, weights, cache, batch)
+
+        lists[backend] = run().clone()
+    same = [
+        len(set(a) & set(b)) / len(b)
+        for a, b in zip(*(lists[x].tolist() for x in ("triton", "torch")), strict=True)
+    ]
+    errors[f"{case} lists that differ"] = 1.0 - min(same)
+    num_bytes = 132.0 * num_reqs * ctx
+    clock.race(case, {"indexer (triton)": run}, num_bytes=num_bytes)
+    clock.race(case, {"indexer (triton)": run}, num_bytes=num_bytes, graph=True)
+    torch.cuda.empty_cache()
+
+
+def race_shape(clock: Clock, s: Shape, peers: Any, errors: dict[str, float]) -> None:
+    """Decodes over all keys."""
+    t = tensors(s)
+    mine = ours(s, t, coded=s.coded)
+    contenders = {"hopper_mla": mine["run"]}
+    if peers is not None:
+        contenders |= rivals(s, t, peers)
+    contenders["hopper_mla, even shares"] = ours(s, t, spare=0, coded=s.coded)["run"]
+    for who, what in variants(s).items():
+        contenders[f"hopper_mla, {who}"] = ours(s, t, **what)["run"]
+    contenders["triton_mla"] = triton_mla(s, t)
+    good = {}
+    for who, run in contenders.items():
+        try:
+            errors[f"{s.name} {who}"] = error = right(s, t, run)
+        except Exception as failure:  # noqa: BLE001 (one must not stop the others)
+            print(s.name, who, repr(failure)[:300], flush=True)
+            continue
+        if error < 2e-2:
+            good[who] = run
+        else:
+            print(f"{s.name} {who}: wrong by {error}", flush=True)
+    good["hopper_mla, no fold"] = mine["attend"]
+    amounts = {"flops": s.flops} if s.num_heads > 32 else {"num_bytes": s.num_bytes}
+    clock.race(s.name, good, **amounts)
+    clock.race(s.name, good, **amounts, graph=True)
+    torch.cuda.empty_cache()
+
+
+def cases(peers: Any) -> Iterator[tuple[str, Callable[[Clock, dict[str, float]], None]]]:
+    """Name and race of each case, those of chosen keys first."""
+    for c in CHOSEN:
+        yield c.name, lambda clock, errors, c=c: race_chosen(clock, c, errors)
+    for num_reqs, ctx in INDEXED:
+        name = f"indexer of ctx{ctx} B{num_reqs}"
+        yield name, lambda clock, errors, n=num_reqs, x=ctx: race_indexer(clock, n, x, errors)
+    for p in PROMPTS:
+        yield p.name, lambda clock, errors, p=p: race_prompts(clock, p, peers, errors)
+    for s in SHAPES:
+        yield s.name, lambda clock, errors, s=s: race_shape(clock, s, peers, errors)
 
 
 def main() -> None:
@@ -544,38 +679,11 @@ def main() -> None:
         peers.load_peers()
     clock = Clock()
     errors: dict[str, float] = {}
-    try:
-        for p in (p for p in PROMPTS if options.only in p.name):
-            race_prompts(clock, p, peers, errors)
-        for c in (c for c in CHOSEN if options.only in c.name):
-            race_chosen(clock, c, errors)
-        for s in (s for s in SHAPES if options.only in s.name):
-            t = tensors(s)
-            mine = ours(s, t, coded=s.coded)
-            contenders = {"hopper_mla": mine["run"]}
-            if peers is not None:
-                contenders |= rivals(s, t, peers)
-            contenders["hopper_mla, even shares"] = ours(s, t, spare=0, coded=s.coded)["run"]
-            for who, what in variants(s).items():
-                contenders[f"hopper_mla, {who}"] = ours(s, t, **what)["run"]
-            contenders["triton_mla"] = triton_mla(s, t)
-            good = {}
-            for who, run in contenders.items():
-                try:
-                    errors[f"{s.name} {who}"] = error = right(s, t, run)
-                except Exception as failure:  # noqa: BLE001 (one must not stop the others)
-                    print(s.name, who, repr(failure)[:300], flush=True)
-                    continue
-                if error < 2e-2:
-                    good[who] = run
-                else:
-                    print(f"{s.name} {who}: wrong by {error}", flush=True)
-            good["hopper_mla, no fold"] = mine["attend"]
-            amounts = {"flops": s.flops} if s.num_heads > 32 else {"num_bytes": s.num_bytes}
-            clock.race(s.name, good, **amounts)
-            clock.race(s.name, good, **amounts, graph=True)
-            torch.cuda.empty_cache()
-    finally:
+    for name, race in cases(peers):
+        if options.only not in name:
+            continue
+        race(clock, errors)
+        # After each case: a run that is cut off loses its last one only.
         record = {
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
@@ -586,7 +694,8 @@ def main() -> None:
         }
         with open(options.json, "w") as file:
             json.dump(record, file, indent=1)
-    own_names = ("hopper_mla", "hopper prefill")
+    own_names = ("hopper_mla", "hopper_mla_sparse", "hopper prefill")
+    # Of chosen keys the sparse one: it comes behind the dense one.
     mine = {r["case"] + str(r.get("graph")): r for r in clock.rows if r["who"] in own_names}
     for r in clock.rows:
         own = mine.get(r["case"] + str(r.get("graph")))

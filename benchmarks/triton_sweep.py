@@ -18,7 +18,7 @@ import torch
 import triton
 
 from attnkit.backends.stored import Stored
-from attnkit.backends.triton import configs, launch
+from attnkit.backends.triton import cache_launch, configs, launch
 from attnkit.contract import AttentionVariant
 from attnkit.kvcache.formats import cache_format
 
@@ -66,7 +66,7 @@ def operands(query_lens, kv_lens, heads, kv_heads, size, cache_dtype, page=16):
     for first in range(0, total * page, 1 << 18):
         slots = torch.arange(first, min(first + (1 << 18), total * page), device=device)
         k, v = torch.randn(2, len(slots), kv_heads, size, device=device, dtype=dtype)
-        launch.launch_write(k, v, views, slots)
+        cache_launch.launch_write(k, v, views, slots)
     pool = pool.view(torch.uint8)
     ids = (torch.randperm(total - 1, device=device) + 1).to(torch.int32)
     table = torch.zeros(len(kv_lens), max(pages), device=device, dtype=torch.int32)

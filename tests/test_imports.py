@@ -172,7 +172,7 @@ def test_a_backward_arrow_would_be_seen(tmp_path: Path) -> None:
     assert list(_imports(path)) == ["layer", "cli", "selection", "contract"]
 
 
-SHARED_BY_BACKENDS = {"codes", "dense", "kernel_call", "libraries", "stored"}
+SHARED_BY_BACKENDS = {"codes", "dense", "kernel_call", "libraries", "queries", "repeat", "stored"}
 
 BUILT_ON = {
     ("backends.hopper.mla", "backends.triton.mla"),

@@ -17,7 +17,7 @@ from attnkit import registry, selection
 from attnkit import select as public_select
 from attnkit.backends import BACKENDS
 from attnkit.backends.reference import ReferenceBackend, ReferenceImpl
-from attnkit.contract import AttentionBackend, DeviceCapability
+from attnkit.contract import AttentionBackend, DeviceCapability, MultipleOf
 from attnkit.errors import (
     BackendError,
     BackendUnavailable,
@@ -362,6 +362,10 @@ def test_a_pair_is_two_names_whatever_the_spaces() -> None:
         ({"dtype": "float32"}, "dtype 'float32' is not allowed; give a torch.dtype"),
         ({"device_capability": "sm_90"}, "device_capability 'sm_90' is not allowed"),
         ({"return_lse": "no"}, "return_lse 'no' is not allowed; give True or False"),
+        (
+            {"block_size": 0},
+            "block_size 0 is not allowed; give a whole number, at least 1, or None",
+        ),
     ],
 )
 def test_a_request_that_no_layer_can_be_is_refused(facts: dict[str, Any], named: str) -> None:
@@ -559,7 +563,7 @@ def test_paths_that_lead_nowhere_are_named(name: str, named: str) -> None:
         ({"attn_type": "encoder"}, "encoder"),
         ({"use_mla": True}, "MLA"),
         ({"use_sparse": True}, "sparse"),
-        ({"block_size": 0}, "block size 0"),
+        ({"block_size": 8}, "block size 8"),
     ],
 )
 def test_every_question_of_a_request_reaches_the_backend(asked: dict[str, Any], named: str) -> None:
@@ -570,6 +574,7 @@ def test_every_question_of_a_request_reaches_the_backend(asked: dict[str, Any], 
         get_impl_cls = staticmethod(lambda: WithoutLse)
         get_builder_cls = staticmethod(ReferenceBackend.get_builder_cls)
         get_name = staticmethod(lambda: "bare")
+        get_supported_kernel_block_sizes = staticmethod(lambda spec=None: [MultipleOf(16)])
 
     class WithoutLse(ReferenceImpl):
         can_return_lse_for_decode = False

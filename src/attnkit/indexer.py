@@ -12,6 +12,7 @@ with a float32 scale per token behind them (`head_size + 4` bytes), or as plain 
 from __future__ import annotations
 
 import importlib
+from typing import ClassVar
 
 import torch
 
@@ -42,6 +43,9 @@ class LightningIndexer:
         backend: the name of its kernels.
         kernels: they.
     """
+
+    lists_are_distinct: ClassVar[bool] = True
+    """No list names a position twice: it is as long as the query's context at most."""
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ from attnkit.contract import (
     AttentionType,
     AttentionVariant,
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     DeviceCapability,
     FullAttentionSpec,
     RSWASpec,
@@ -318,6 +319,10 @@ class Attention(PagedLayer):
             spec: AttentionSpec = ChunkedLocalAttentionSpec(
                 attention_chunk_size=self.attention_chunk_size, **facts
             )
+        elif self.attn_type is AttentionType.ENCODER_DECODER:
+            # How long encoder outputs get is the cache's matter; plans want no more than a bound.
+            longest = self.vllm_config.model_config.max_model_len
+            spec = CrossAttentionSpec(max_encoder_tokens=longest, **facts)
         elif self.sliding_window is None:
             spec = FullAttentionSpec(**facts)
         elif self.use_rswa:

@@ -334,6 +334,12 @@ class MLAAttention(PagedLayer):
         check_num_written(self, key, plan)
         if self.indexer is not None:
             lists_of(self.indexer, plan.num_decode_tokens, query.device)
+            if plan.num_prefill_tokens and not self.impl.supports_dense_mha_prefill:
+                raise BatchError(
+                    f"layer {self.layer_name} attends to chosen keys, and got a plan with "
+                    f"{plan.num_prefill_tokens} tokens to prefill, as of a layer over all keys; "
+                    "pass what its own build(batch) gives"
+                )
         check_cache(self, kv_cache, self._page)
         assert kv_cache is not None
         # An older backend's own shape is taken as it is.

@@ -358,7 +358,7 @@ class PagedLayer(nn.Module):
         """
         kv_cache, plan = self._step_of(kv_cache, attn_metadata)
         if plan is not None:
-            check_plan(self, plan, self._plan_cls)
+            check_plan(self, plan, self._plan_cls, self._plan_views)
         self._run(query, key, value, output, lse, kv_cache, plan, *scales)
         num_planned = getattr(plan, "num_actual_tokens", None)
         if num_planned is not None and num_planned < output.shape[0]:
@@ -367,6 +367,10 @@ class PagedLayer(nn.Module):
     @functools.cached_property
     def _plan_cls(self) -> type | None:
         return self.backend.get_builder_cls().get_plan_cls()
+
+    @functools.cached_property
+    def _plan_views(self) -> tuple[str, ...]:
+        return self.backend.get_builder_cls().get_views(self._spec(self.block_size))
 
 
 def _check_vllm_config(vllm_config: Any | None) -> None:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import torch
 
-from attnkit.arguments import check_dtype, check_flags, check_heads, check_kind
+from attnkit.arguments import check_count, check_dtype, check_flags, check_heads, check_kind
 from attnkit.backends import BACKENDS, MLA_BACKENDS
 from attnkit.contract import (
     AttentionBackend,
@@ -95,6 +95,7 @@ class AttentionRequest:
     def __post_init__(self) -> None:
         check_heads(self.num_heads, self.num_kv_heads, self.head_size, self.head_size_v)
         check_dtype(self.dtype)
+        check_count("block_size", self.block_size, optional=True)
         check_kind(
             "device_capability",
             self.device_capability,

@@ -36,20 +36,29 @@ class Called(Protocol):
 _PAGED = (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
 
 
-def check_plan(layer: Called, plan: Any, plan_cls: type | None) -> None:
-    """Whether it is one of the layer's backend, and speaks of blocks like the layer's.
+def check_plan(layer: Called, plan: Any, plan_cls: type | None, own_views: tuple[str, ...]) -> None:
+    """Whether it is one of the layer's backend, of what the layer attends to, and speaks of blocks like
+    the layer's.
 
     Args:
         plan_cls: of the backend's plans; None: its builder does not say.
+        own_views: of the plans that the layer's own builder makes.
 
     Raises:
-        BatchError: it is not, as far as plans tell: by their class and their `block_size`.
+        BatchError: it is not, as far as plans tell: by their class, their `views` and their
+            `block_size`.
     """
     if plan_cls is not None and not isinstance(plan, plan_cls):
         given = "a batch" if isinstance(plan, CommonAttentionMetadata) else type(plan).__name__
         raise BatchError(
             f"layer {layer.layer_name} got {given} as its plan, and plans of backend "
             f"{layer.selection.name} are {plan_cls.__name__}; pass what layer.build(batch) gives"
+        )
+    views = getattr(plan, "views", own_views)
+    if views != own_views:
+        raise BatchError(
+            f"layer {layer.layer_name} got a plan of {_spoken(views)}, and its plans are of "
+            f"{_spoken(own_views)}; pass what its own build(batch) gives"
         )
     if layer.attn_type not in _PAGED:
         return
@@ -59,6 +68,10 @@ def check_plan(layer: Called, plan: Any, plan_cls: type | None) -> None:
             f"layer {layer.layer_name} got a plan for blocks of {block_size * layer.tokens_per_state} "
             f"tokens, and has blocks of {layer.block_size}; pass what its own build(batch) gives"
         )
+
+
+def _spoken(views: tuple[str, ...]) -> str:
+    return ", then ".join(views) or "the batch as it is"
 
 
 def check_num_rows(layer: Called, query: torch.Tensor, plan: Any) -> None:

@@ -90,6 +90,8 @@ class FakeCuda:
 
     def __init__(self, monkeypatch) -> None:
         self.now_ms, self.log = 0.0, []
+        # Whether the device has begun when the host has launched, of the next samples, last first.
+        self.begins_early: list[bool] = []
         fake = self
 
         class Event:
@@ -100,6 +102,9 @@ class FakeCuda:
                 self.at = fake.now_ms
 
             def synchronize(self) -> None: ...
+
+            def query(self) -> bool:
+                return fake.begins_early.pop() if fake.begins_early else False
 
             def elapsed_time(self, other: Event) -> float:
                 return other.at - self.at
@@ -158,6 +163,20 @@ def test_cold_time_leaves_out_flush_and_spin_and_takes_turns(monkeypatch) -> Non
     turn = ["flush", "spin", "a", "flush", "spin", "b"]
     timed = fake.log[-len(turn) * got["a"].num_samples :]
     assert timed == turn * got["a"].num_samples
+
+
+def test_a_cold_sample_that_began_before_it_was_launched_is_taken_again(monkeypatch) -> None:
+    fake = FakeCuda(monkeypatch)
+    fake.begins_early = [True, True]  # A call that waits for the device is not tried for ever.
+    time_cold({"a": lambda: fake.tick("a", 0.125)}, EFFORT, CUDA)
+    once = ["flush", "spin", "a"]
+    start = fake.log.index("flush")
+    assert fake.log[start : start + 9] == once * 3
+    fake.log.clear()
+    fake.begins_early = [False, True]
+    got = time_cold({"a": lambda: fake.tick("a", 0.125)}, EFFORT, CUDA)
+    # One length, of two samples, before those that count.
+    assert fake.log[fake.log.index("flush") :] == once * (2 + got["a"].num_samples)
 
 
 def test_a_graph_holds_many_short_calls_or_one_long_one(monkeypatch) -> None:

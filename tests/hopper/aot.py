@@ -292,6 +292,10 @@ def variants(everything: bool) -> Iterator[tuple[str, str, Any, str]]:
         narrow = "narrow latent decode"
         if heads <= 16:
             yield f"{narrow} {what}", narrow, latent_config(heads, page, 16, lse=lse), dtype
+        if page == 64:  # Rows that were gathered from codes with one scale.
+            rows, kind = (16, narrow) if heads <= 16 else (64, "latent decode")
+            config = latent_config(heads, page, rows, lse=lse, scaled=True)
+            yield f"{kind} scaled {what}", kind, config, dtype
         rows = 16 if heads <= 16 else 32
         config = latent_config(heads, page, rows, lse=lse, coded=True)
         yield f"{narrow} of codes {what}", narrow, config, dtype

@@ -13,6 +13,7 @@ import pytest
 from attnkit.backends.hopper import latent_launch, launch
 from attnkit.backends.hopper.backend import HopperBackend
 from attnkit.backends.hopper.mla import HopperMLABackend
+from attnkit.backends.hopper.mla_sparse import HopperMLASparseBackend
 from attnkit.conformance import simulator
 from attnkit.contract import DeviceCapability
 
@@ -49,6 +50,18 @@ class EmulatedHopperMLA(HopperMLABackend):
         return True
 
 
+class EmulatedHopperMLASparse(HopperMLASparseBackend):
+    """Likewise, over chosen keys."""
+
+    @classmethod
+    def is_available(cls) -> str | None:
+        return None
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return True
+
+
 @contextmanager
 def emulated_kernels_on(
     tape: simulator.Tape, interpreted: Callable[..., Any] = simulator.kernels_on
@@ -68,7 +81,7 @@ def emulate(
     edit: Callable[[str, str], str] = lambda name, source: source,
 ) -> None:
     """Put emulated attention kernels in the place of the compiled ones; `edit` as in `emulator.load`."""
-    parts = ("tile", "pieces", "row_tiles", "states")
+    parts = ("coded_queries", "tile", "pieces", "row_tiles", "states")
     modules = emulator.load(*parts, *KERNELS, edit=edit)
     for name, host in KERNELS.items():
         monkeypatch.setattr(host, f"{name}_kernel", getattr(modules[name], f"{name}_kernel"))
@@ -88,3 +101,10 @@ def emulated_mla(monkeypatch: pytest.MonkeyPatch) -> type[HopperMLABackend]:
     """The backend over latents, likewise."""
     emulate(monkeypatch)
     return EmulatedHopperMLA
+
+
+@pytest.fixture
+def emulated_sparse(monkeypatch: pytest.MonkeyPatch) -> type[HopperMLASparseBackend]:
+    """The backend over chosen keys, likewise."""
+    emulate(monkeypatch)
+    return EmulatedHopperMLASparse

@@ -747,7 +747,6 @@ def _api() -> types.ModuleType:
         wait_for_kernel_before=lambda x: None,
         reciprocal=lambda x: 1.0 / x,
         reinterpret=reinterpret,
-        rounded_to_bfloat16=lambda x: x.to("bf16"),
         square_root=_elementwise(np.sqrt),
         tma_load=tma_load,
         warpgroup_mma=warpgroup_mma,

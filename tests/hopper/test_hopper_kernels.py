@@ -263,6 +263,8 @@ FAULTS: dict[str, tuple[str, str, str]] = {
         "acc = accs[0]",
     ),
     "a table cell past the end is read": ("tile", "& (key < end_key)", ""),
+    "codes: scores stay multiplied": ("decode", "s = s * gl.expand_dims(inverse, 1)", "pass"),
+    "codes: Q is taken for another's": ("decode", "(num_done & 1) ^ 1", "num_done & 1"),
 }
 
 
@@ -280,7 +282,8 @@ def test_a_planted_fault_is_found(
 
     emulate(monkeypatch, edit)
     subject = Subject.of(emulated)
-    layer = "grouped" if name == "parts are folded unscaled" else "window"
+    of_codes = name.startswith("codes") or name == "parts are folded unscaled"
+    layer = "codes" if of_codes else "window"
     case = plain_case("fault", subject.basis(), **{**RAGGED, **CASES[layer]})
     with pytest.raises((LawBroken, AssertionError, TimeoutError, IndexError)):
         check_case(subject, case)

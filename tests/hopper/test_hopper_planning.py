@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -186,13 +187,14 @@ def _lengths(queries: list[int], keys: list[int], window: int | None = None) -> 
 
 
 def _walk(
-    share: torch.Tensor, pieces: torch.Tensor, num_programs: int, groups: int = 1
+    share: torch.Tensor, pieces: torch.Tensor, num_programs: int
 ) -> Iterator[tuple[int, list[int]]]:
     """Program and record of each piece, as the kernels read them."""
-    size, total = share[:2].tolist()
+    size, total, _, group_programs, used_programs = share[:5].tolist()
+    assert used_programs <= num_programs
     firsts = share[16:].view(num_programs, 16)
-    for program in range(num_programs):
-        at = program % (num_programs // groups) * size
+    for program in range(used_programs):
+        at = program % group_programs * size
         end = min(at + size, total)
         record = firsts[program].tolist()
         is_first = True
@@ -243,7 +245,9 @@ def test_pieces_of_decodes_are_each_tile_once_and_even(
                 for head in range(num_kv_heads):
                     want[r, offset, head] = tiles
     assert seen == want
-    assert size == max(-(-total // num_programs), min_decode_tiles(config))
+    groups = math.gcd(num_kv_heads, num_programs)
+    assert share[3:5].tolist() == [num_programs // groups, num_programs]
+    assert size == max(-(-total * groups // num_programs), min_decode_tiles(config))
 
 
 @pytest.mark.parametrize("num_keys", [1024, 4096, 16_384, 65_536])
@@ -259,8 +263,22 @@ def test_br126_one_long_request_fills_the_device(num_keys: int) -> None:
     ).launch()
     size, total = share[:2].tolist()
     busy = {program for program, _ in _walk(share, pieces, num_programs)}
-    assert len(busy) == -(-total // size)
+    assert len(busy) == 8 * -(-total // size)
     assert size == min_decode_tiles(config) or len(busy) > 0.9 * num_programs
+
+
+def test_kv_heads_that_programs_can_be_grouped_for_are_read_side_by_side() -> None:
+    """Programs of different groups are at the same keys of the same request at a time."""
+    config = decode_config(128, 4, 16, ScoreConfig(), 16)
+    share = torch.full((16 + 16 * 264,), -1, dtype=torch.int32)
+    pieces = torch.full((264 + 100, 16), -1, dtype=torch.int32)
+    lengths = _lengths(DECODES, CONTEXTS)
+    share_decodes_call(share, pieces, lengths, 12, 264, MAX_DECODE_QUERY_LEN, config).launch()
+    found: list[list[list[int]]] = [[] for _ in range(12)]
+    for program, record in _walk(share, pieces, 264):
+        assert program // 22 == record[2]
+        found[record[2]].append([program % 22, *record[:2], *record[7:9]])
+    assert all(pieces == found[0] for pieces in found)
 
 
 @pytest.mark.parametrize("num_programs", [2, 6, 132])
@@ -272,7 +290,7 @@ def test_head_tiles_over_latents_read_the_same_keys_at_the_same_time(num_program
     lengths = _lengths(DECODES, CONTEXTS)
     share_decodes_call(share, pieces, lengths, 2, num_programs, 16, config, units).launch()
     found: list[list[list[int]]] = [[], []]
-    for program, record in _walk(share, pieces, num_programs, groups=2):
+    for program, record in _walk(share, pieces, num_programs):
         request, token, head_tile = record[:3]
         assert program // (num_programs // 2) == head_tile
         found[head_tile].append([request, token, *record[7:9]])

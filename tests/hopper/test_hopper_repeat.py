@@ -1,9 +1,7 @@
-"""Repeated launches: what changes is handed on, the rest is kept, and no memory of a step with it."""
+"""Repeated launches of the Gluon kernels: tensor maps move, and results are those of first launches."""
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -11,90 +9,28 @@ import torch
 
 from attnkit import Attention, MLAAttention, PagedKVCache, make_batch
 from attnkit.backends.hopper.launch import Operands, States, decode_call, score_config
-from attnkit.backends.hopper.repeat import Repeats
 from attnkit.backends.hopper.tuning import decode_config
 from attnkit.backends.kernel_call import KernelCall
+from attnkit.backends.repeat import Repeats
 from attnkit.contract import AttentionVariant, MLADimensions
 
 
 class Compiled:
-    """What a launch returns: started again, it notes its grid and arguments."""
+    """A jitted function and what its first launch returns: started again, that notes its arguments."""
 
+    arg_names = ("q_desc", "v_desc")
     packed_metadata = ()
 
     def __init__(self) -> None:
-        self.launches: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
+        self.launches: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *values: self.launches.append((grid, values))
-
-
-class Kernel:
-    """A jitted function whose first launch compiles it."""
-
-    arg_names = ("x_ptr", "cache_ptr", "unused_ptr", "slopes_ptr", "num", "CONFIG")
-
-    def __init__(self) -> None:
-        self.compiled = Compiled()
-        self.num_whole = 0
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(**arguments: Any) -> Compiled:
-            self.num_whole += 1
-            return self.compiled
+        def launch(*values: Any, **arguments: Any) -> Compiled:
+            if values:
+                self.launches.append(values)
+            return self
 
         return launch
-
-
-def _call(kernel: Kernel, x: torch.Tensor, cache: torch.Tensor, slopes: torch.Tensor) -> KernelCall:
-    arguments = {
-        "x_ptr": x,
-        "cache_ptr": cache[1:],
-        "unused_ptr": x,
-        "slopes_ptr": slopes,
-        "num": len(x),
-        "CONFIG": "config",
-    }
-    return KernelCall(
-        kernel=kernel, grid=(3,), arguments=arguments, options={}, device=torch.device("cpu")
-    )
-
-
-def test_a_launch_is_repeated_with_what_changed_and_keeps_no_memory_of_a_step() -> None:
-    kernel, repeats = Kernel(), Repeats()
-    cache, slopes = torch.zeros(4, 8), torch.ones(2)
-
-    def step(num: int, cache: torch.Tensor = cache) -> torch.Tensor:
-        x = torch.zeros(num)
-        repeats.launch(
-            "key",
-            cache,
-            (num,),
-            {"x_ptr": x, "num": num},
-            lambda: _call(kernel, x, cache, slopes),
-        )
-        return x
-
-    gone = weakref.ref(step(2))
-    assert (kernel.num_whole, kernel.compiled.launches) == (1, [])
-    x = step(5)
-    ((grid, values),) = kernel.compiled.launches
-    assert grid == (5, 1, 1)
-    assert values[0] is x
-    assert values[1] == cache[1:].data_ptr()
-    assert values[3] is slopes
-    assert values[4:] == (5, "config")
-    step(0)
-    assert len(kernel.compiled.launches) == 1
-    # Another cache: everything is looked at again, and the old one is not kept alive.
-    other = torch.zeros(4, 8)
-    step(5, other)
-    assert kernel.num_whole == 2
-    kept = weakref.ref(other)
-    del other
-    gc.collect()
-    assert gone() is None
-    assert kept() is None
 
 
 def test_tensor_maps_move_to_another_tensor_and_keep_the_address_of_the_cache() -> None:
@@ -117,16 +53,15 @@ def test_tensor_maps_move_to_another_tensor_and_keep_the_address_of_the_cache() 
         States.make(4, config, "cpu"),
         config,
     )
-    kernel = Kernel()
-    kernel.arg_names = ("q_desc", "v_desc")  # type: ignore[assignment]
+    kernel = Compiled()
     call = KernelCall(
         kernel=kernel, grid=call.grid, arguments=call.arguments, options={}, device=call.device
     )
     repeats = Repeats()
     longer = torch.zeros(7, 8, 128, dtype=torch.bfloat16)
     for q in (query, longer):
-        repeats.launch("key", cache, (4,), {"q_desc": q}, lambda: call)
-    ((_, (moved, values)),) = kernel.compiled.launches
+        repeats.launch(("key",), cache, (4,), {"q_desc": q}, lambda: call)
+    ((moved, values),) = kernel.launches
     assert moved.base is longer
     assert moved.shape == [7, 2, 4, 128]
     assert moved.strides == call.arguments["q_desc"].strides

@@ -93,6 +93,18 @@ def test_lists_that_do_not_fit_the_step(wrong: Any) -> None:
     assert not cache.any()
 
 
+def test_a_plan_of_a_layer_over_all_keys_is_refused() -> None:
+    """Its prompts would have no lists; before latents are written."""
+    layer, other = layer_of(indexer=indexer_of(20, 8)), layer_of()
+    cache = PagedKVCache({layer.layer_name: layer.get_kv_cache_spec()}, 4)[layer.layer_name]
+    other._builder = other.make_builder()
+    other._builder.reorder_batch_threshold = 1
+    plan = other.build(make_batch([20], [20], [[1, 2]], 16))
+    with pytest.raises(BatchError, match="attends to chosen keys, and got a plan with 20 tokens"):
+        layer(torch.ones(20, 4, 24), torch.ones(20, 32), torch.ones(20, 8), cache, plan)
+    assert not cache.any()
+
+
 @pytest.mark.parametrize("backend", ["reference_mla_sparse", "cpu_mla_sparse", "triton_mla_sparse"])
 def test_lists_may_lie_in_memory_in_any_order(backend: str) -> None:
     if backend.startswith("triton"):

@@ -14,7 +14,8 @@ from triton_problem import DEVICE, Problem, make_problem
 
 from attnkit.backends import codes
 from attnkit.backends.stored import Codes, Stored
-from attnkit.backends.triton.launch import launch_attention, launch_decode, launch_write
+from attnkit.backends.triton.cache_launch import launch_write
+from attnkit.backends.triton.launch import launch_attention, launch_decode
 from attnkit.conformance.checks import bits
 from attnkit.contract import FullAttentionSpec, KVCacheLayout
 from attnkit.errors import CacheError, ConfigurationError

@@ -42,6 +42,7 @@ def test_every_kernel_is_compiled(reports: dict[str, dict]) -> None:
         "mla",
         "mla-write",
         "mla-choose",
+        "mla-gather",
         "index",
     ):
         assert any(report.startswith(name) for report in reports)

@@ -153,6 +153,16 @@ def test_a_plan_follows_lengths_that_drafting_moves_in_place() -> None:
     assert torch.equal(layer(q, k, v, kv_cache, plan), want)
 
 
+def test_the_plan_of_a_cross_attention_layer_has_the_encoders_lengths() -> None:
+    lens = torch.tensor([7, 3], dtype=torch.int32)
+    batch = make_step([1, 2], [40, 2]).replace(
+        encoder_seq_lens=lens.to(DEVICE), encoder_seq_lens_cpu=lens.numpy()
+    )
+    plan = make_layer(attn_type="encoder_decoder").build(batch)
+    assert (plan.kv_lens.tolist(), plan.max_kv_len) == ([7, 3], 7)
+    assert make_layer().build(batch).kv_lens.tolist() == [40, 2]
+
+
 def test_workspace_grows_and_keeps_what_graphs_may_hold() -> None:
     workspace = Workspace(DEVICE)
     small = workspace.reserve(10)

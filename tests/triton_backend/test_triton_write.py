@@ -7,7 +7,7 @@ import torch
 from triton_problem import DEVICE
 
 from attnkit.backends.stored import Stored
-from attnkit.backends.triton.launch import launch_write
+from attnkit.backends.triton.cache_launch import launch_write
 from attnkit.kvcache.write import write_kv
 
 

@@ -19,6 +19,7 @@ MLA_BACKENDS: dict[str, str] = {
     "triton_mla": "attnkit.backends.triton.mla:TritonMLABackend",
     "cpu_mla": "attnkit.backends.cpu.mla:CpuMLABackend",
     "reference_mla": "attnkit.backends.reference_mla:ReferenceMLABackend",
+    "hopper_mla_sparse": "attnkit.backends.hopper.mla_sparse:HopperMLASparseBackend",
     "triton_mla_sparse": "attnkit.backends.triton.mla:TritonMLASparseBackend",
     "cpu_mla_sparse": "attnkit.backends.cpu.mla:CpuMLASparseBackend",
     "reference_mla_sparse": "attnkit.backends.reference_mla:ReferenceMLASparseBackend",

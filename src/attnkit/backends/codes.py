@@ -21,6 +21,8 @@ NVFP4 = tl.constexpr(int(Codes.NVFP4))
 
 BLOCK = tl.constexpr(16)
 """Numbers that share a scale of nvfp4."""
+TILE = tl.constexpr(128)
+"""Numbers of a latent that share a scale beside them."""
 ONE_NAN = tl.constexpr(0x7FC00000)
 """Every NaN that is stored, as float32."""
 
@@ -74,6 +76,15 @@ def with_block_scales(x, scales, DTYPE: tl.constexpr):
     scales = e4m3_numbers(scales).to(tl.float32)
     blocks = tl.reshape(x, [rows, size // BLOCK, BLOCK]) * scales[:, :, None]
     return tl.reshape(blocks, [rows, size]).to(DTYPE)
+
+
+@triton.jit
+def with_tile_scales(x, scales, DTYPE: tl.constexpr):
+    """(N, SIZE) numbers times (N, SIZE / TILE) float32 scales."""
+    rows: tl.constexpr = x.shape[0]
+    size: tl.constexpr = x.shape[1]
+    tiles = tl.reshape(x.to(tl.float32), [rows, size // TILE, TILE]) * scales[:, :, None]
+    return tl.reshape(tiles, [rows, size]).to(DTYPE)
 
 
 @triton.jit

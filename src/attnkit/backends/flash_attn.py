@@ -241,6 +241,7 @@ class FlashAttnMetadata(AttentionMetadata):
         key_start_loc: int32 (R + 1,), their sums.
         block_table: int32 (R, W).
         block_size: tokens in a page, as the batch says it; None: it does not.
+        views: what wrappers made of the batch, outermost first.
         slot_mapping: int64, for the layer's cache write.
         max_query_len, max_seq_len: of the batch.
     """
@@ -251,6 +252,7 @@ class FlashAttnMetadata(AttentionMetadata):
     key_start_loc: torch.Tensor
     block_table: torch.Tensor
     block_size: int | None
+    views: tuple[str, ...]
     slot_mapping: torch.Tensor
     max_query_len: int
     max_seq_len: int
@@ -290,6 +292,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             key_start_loc=torch.nn.functional.pad(seq_lens.cumsum(0), (1, 0)).to(torch.int32),
             block_table=batch.block_table_tensor[:num_reqs],
             block_size=batch.block_size,
+            views=self.views_of(batch),
             slot_mapping=batch.slot_mapping,
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,

@@ -207,6 +207,7 @@ class FlashInferMetadata(AttentionMetadata):
         blind: int64 (k,), rows of queries that stand before their request's first key; None: there is
             none. FlashInfer gives these the mean of some values, and an LSE near minus 50,000.
         block_size: of the pages.
+        views: what wrappers made of the batch, outermost first.
         paging: their pages.
         wrappers: to plan with.
         planned: by the facts of a layer that FlashInfer plans with.
@@ -218,6 +219,7 @@ class FlashInferMetadata(AttentionMetadata):
     is_decode: bool
     blind: torch.Tensor | None
     block_size: int
+    views: tuple[str, ...]
     paging: Paging
     wrappers: Wrappers
     planned: dict[tuple[Any, ...], Any] = field(default_factory=dict)
@@ -264,6 +266,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             is_decode=batch.max_query_len == 1,
             blind=_blind_rows(starts, query_lens[served] - lens[served], self.device),
             block_size=block_size,
+            views=self.views_of(batch),
             paging=Paging.of(table, lens[served], block_size),
             wrappers=self._wrappers,
         )

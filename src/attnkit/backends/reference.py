@@ -71,7 +71,7 @@ class ReferenceMetadataBuilder(CommonMetadataBuilder):
         common_attn_metadata.mm_token_spans()
         common_attn_metadata.checked_rswa_prefix_lens()
         common_attn_metadata.checked_tree_mask()
-        return common_attn_metadata
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
 
 class ReferenceImpl(DenseImpl[CommonAttentionMetadata]):

@@ -58,8 +58,13 @@ H200: Groups = {
         decode(1, 1024, _gqa(16)),
     ),
     "decode-fp8": (
+        decode(1, 32768, _gqa(16, "fp8")),
+        decode(8, 8192, _gqa(16, "fp8")),
         decode(64, 4096, _gqa(16, "fp8")),
         decode(256, 1024, _gqa(16, "fp8")),
+        decode(128, 8192, LayerShape(num_heads=64, kv_cache_dtype="fp8")),
+        decode(64, 4096, LayerShape(num_kv_heads=32, kv_cache_dtype="fp8")),
+        decode(64, 4096, LayerShape(head_size=64, kv_cache_dtype="fp8")),
     ),
     "decode-int8": (decode(64, 4096, _gqa(16, "int8_per_token_head")),),
     "batch-sweep": tuple(

@@ -124,13 +124,16 @@ def time_cold(calls: Mapping[str, Call], effort: Effort, device: torch.device) -
 
     def sample(call: Call, host_us: float) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
-        # Spin while the host launches, twice as long. A call that waits for the device gains nothing
-        # from more than a few milliseconds.
-        torch.cuda._sleep(int(_CYCLES_PER_US * min(2 * host_us, 4000)))
-        start.record()
-        call()
-        end.record()
+        for spin_us in (2 * host_us, 8 * host_us):
+            flush.zero_()
+            # Spin while the host launches. A call that waits for the device gains nothing from more
+            # than a few milliseconds.
+            torch.cuda._sleep(int(_CYCLES_PER_US * min(spin_us, 4000)))
+            start.record()
+            call()
+            end.record()
+            if not start.query():
+                break  # The host was done before the device began: its time is not in this sample.
         return start, end
 
     with _quiet():

@@ -34,7 +34,9 @@ def verify(
         TimeElapsedColumn(),
     )
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True) as bar:
+    # Where lines cannot be taken back, a bar would leave an empty one.
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("verify", total=None)
 
         def progress(done: int, total: int, name: str) -> None:

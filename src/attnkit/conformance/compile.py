@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 
 from attnkit.backends.kernel_call import KernelCall
 from attnkit.backends.stored import Stored
-from attnkit.backends.triton import configs, launch
+from attnkit.backends.triton import cache_launch, configs, launch
 from attnkit.backends.triton.operands import Operands, OutputCodes, Parts
 from attnkit.conformance.mla.compile import mla_variants
 from attnkit.contract import (
@@ -100,7 +100,7 @@ def compile_kernels(arch: str = "sm_90") -> list[KernelReport]:
     if number not in _GPUS:
         known = ", ".join(f"sm_{n}" for n in _GPUS)
         raise ConfigurationError(f"arch {arch} has no known limits here; use one of {known}")
-    if not isinstance(launch.write_kernel, triton.JITFunction):
+    if not isinstance(launch.merge_kernel, triton.JITFunction):
         raise ConfigurationError(
             "TRITON_INTERPRET is set, so kernels are Python and nothing is compiled; unset it"
         )
@@ -324,7 +324,7 @@ def _attention(
     config = configs.attention_config(
         size, size_v or size, dtype.itemsize, operands.stored.key.element_size(), gpu
     )
-    return name, launch.attention_call(operands, _variant(size, heads, features), config=config)
+    return name, launch.attention_call(operands, _variant(size, heads, features), 1, config)
 
 
 def _decode(
@@ -355,16 +355,13 @@ def _decode(
         numel = Parts.numel(operands, query_len, config.max_segments)
         memory = _empty(numel, dtype=torch.float32)
         parts = Parts.of(memory, operands, query_len, config.max_segments)
-    calls = launch.decode_calls(
-        operands,
-        _variant(size, heads, features),
-        max_query_len=query_len,
-        num_splits=4 if split else 1,
-        parts=parts,
-        config=config,
+    variant = _variant(size, heads, features)
+    work = launch.DecodeWork(
+        max_query_len=query_len, config=config, num_splits=4 if split else 1, parts=parts
     )
-    for call, suffix in zip(calls, ("", "-merge"), strict=False):
-        yield name + suffix, call
+    yield name, launch.decode_call(operands, variant, work)
+    if split:
+        yield f"{name}-merge", launch.merge_call(operands, variant, work)
 
 
 def _write(
@@ -373,7 +370,7 @@ def _write(
     operands = _operands(size, size, dtype, cache or dtype, 16, 8, 8, configs.HOPPER)
     rows = _empty(4096, 8, size, dtype=dtype)
     slots = _empty(4096, dtype=torch.int64)
-    return name, launch.write_call(rows, rows, operands.stored, slots)
+    return name, cache_launch.write_call(rows, rows, operands.stored, slots)
 
 
 def main() -> None:

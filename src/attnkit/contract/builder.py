@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from attnkit.contract.config import max_decode_query_len
-from attnkit.contract.kv_cache_spec import KVCacheSpec
+from attnkit.contract.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from attnkit.contract.metadata import CommonAttentionMetadata
 from attnkit.contract.types import AttentionCGSupport
 
@@ -78,6 +78,16 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
                         plan if isinstance(plan, type) and plan != Any and not is_protocol else None
                     )
         return None
+
+    @classmethod
+    def get_views(cls, kv_cache_spec: KVCacheSpec) -> tuple[str, ...]:
+        """What its plans are of, where not of a batch as an engine makes it: `views` of a batch. Asked
+        by layers, which refuse plans of anything else."""
+        return ("encoder outputs",) if isinstance(kv_cache_spec, CrossAttentionSpec) else ()
+
+    def views_of(self, batch: CommonAttentionMetadata) -> tuple[str, ...]:
+        """What a plan for it is to say in its `views`."""
+        return (*batch.views, *self.get_views(self.kv_cache_spec))
 
     def set_kernel_block_size(self, kernel_block_size: int) -> None:
         """Called by engines whose spec carries a larger block size than the kernel's."""
@@ -204,7 +214,10 @@ class CommonMetadataBuilder(AttentionMetadataBuilder[CommonAttentionMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CommonAttentionMetadata:
-        return common_attn_metadata
+        views = self.views_of(common_attn_metadata)
+        if views == common_attn_metadata.views:
+            return common_attn_metadata
+        return common_attn_metadata.replace(views=views)
 
     def update_block_table(
         self,

@@ -55,6 +55,12 @@ class KVCacheLayout(Enum):
             )
         return cls[alias]
 
+    @classmethod
+    def heads_first(cls) -> tuple[KVCacheLayout, ...]:
+        """All layouts, in the order of kernels that take any strides and read a head at a time: first
+        those in which a head's tokens of a page lie side by side."""
+        return (cls.LBHNC, cls.LHBNC, cls.BLHNC, cls.BHLNC, cls.LBNHC, cls.BLNHC)
+
     @property
     def is_layer_compact(self) -> bool:
         """Each layer's cache is one dense region."""

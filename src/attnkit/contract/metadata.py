@@ -136,6 +136,10 @@ class CommonAttentionMetadata:
     (0, 0) for none; layers that see one of them refuse the batch. None: there are none, or whoever made
     it does not say."""
 
+    views: tuple[str, ...] = field(default=(), kw_only=True)
+    """What wrappers show a builder in the place of an engine's batch, outermost first; layers of others
+    refuse the plan. (): it is as an engine made it."""
+
     _num_computed_tokens_cache: torch.Tensor | None = None
     _token_to_req_indices_cache: torch.Tensor | None = None
     _mm_token_spans_cache: torch.Tensor | None = field(default=None, kw_only=True)

@@ -66,7 +66,11 @@ class MLADimensions:
 
 
 class SparseIndexer(Protocol):
-    """What an impl over latents that attends to chosen keys reads of its `indexer`."""
+    """What an impl over latents that attends to chosen keys reads of its `indexer`.
+
+    One that never names a position twice in a list may say so, `lists_are_distinct = True`: short
+    contexts are then planned as short.
+    """
 
     @property
     def topk_indices_buffer(self) -> torch.Tensor:

@@ -55,4 +55,4 @@ class MultipleOf:
     base: int
 
     def __str__(self) -> str:
-        return f"multiples of {self.base}"
+        return "any" if self.base == 1 else f"multiples of {self.base}"

@@ -88,6 +88,7 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             num_actual_tokens=batch.num_actual_tokens,
             slot_mapping=batch.slot_mapping,
             block_size=batch.block_size,
+            views=self.views_of(batch),
             num_decodes=num_decodes,
             num_decode_tokens=num_decode_tokens,
             num_prefills=batch.num_reqs - num_decodes,

@@ -100,6 +100,7 @@ class MLAMetadata:
         num_actual_tokens: of the batch, padding included.
         slot_mapping: int64, one per token.
         block_size: tokens in a page, as the batch says it; None: it does not.
+        views: what wrappers made of the batch, outermost first.
         num_decodes: requests at the front that `forward_mqa` serves.
         num_decode_tokens: their tokens.
         num_prefills: requests behind them.
@@ -110,6 +111,7 @@ class MLAMetadata:
     num_actual_tokens: int
     slot_mapping: torch.Tensor
     block_size: int | None
+    views: tuple[str, ...]
     num_decodes: int
     num_decode_tokens: int
     num_prefills: int

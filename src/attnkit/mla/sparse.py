@@ -142,6 +142,12 @@ class SparseLatentImpl(LatentImpl[M]):
     index_backend: ClassVar[str] = "torch"
     """Of an indexer that runs where this impl does: a name of `LightningIndexer`."""
 
+    @property
+    def lists_are_distinct(self) -> bool:
+        """The indexer says that it names no position twice, as `LightningIndexer` does. Any other may:
+        it is right all the same, and planned for full lists."""
+        return bool(getattr(self.indexer, "lists_are_distinct", False))
+
     def prepare_layer(self) -> None:
         super().prepare_layer()
         if self.indexer is None:

@@ -57,6 +57,7 @@ def plan_key(layer: PagedLayer) -> tuple[Any, ...]:
     values, which no builder sees."""
     return (
         layer.backend,
+        layer.attn_type,
         layer.num_heads,
         layer.num_kv_heads,
         layer.head_size,

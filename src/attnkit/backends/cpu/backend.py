@@ -56,15 +56,8 @@ class CpuBackend(DenseBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # Kernels take strides; rows of a head in sequence are what memory delivers fastest.
-        return (
-            KVCacheLayout.LBHNC,
-            KVCacheLayout.LHBNC,
-            KVCacheLayout.BLHNC,
-            KVCacheLayout.BHLNC,
-            KVCacheLayout.LBNHC,
-            KVCacheLayout.BLNHC,
-        )
+        # Rows of a head in sequence are what memory delivers fastest.
+        return KVCacheLayout.heads_first()
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:

@@ -56,6 +56,10 @@ class CpuMLAMetadataBuilder(MLAMetadataBuilder):
     max_workspace_tokens: ClassVar[int] = 4096
     """With 128 heads of 192 + 128 numbers in four bytes, 670 MB."""
 
+    @classmethod
+    def get_plan_cls(cls) -> type[CpuMLAMetadata]:
+        return CpuMLAMetadata
+
     def build(
         self,
         common_prefix_len: int,

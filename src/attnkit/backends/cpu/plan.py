@@ -37,6 +37,7 @@ class CpuMetadata(AttentionMetadata):
         causal: bool (R,).
         block_table: int32 (R, W).
         block_size: tokens in a page, as the batch says it; None: it does not.
+        views: what wrappers made of the batch, outermost first.
         slot_mapping: int64, for the layer's cache write.
         encoder_seq_lens: int32 (R,), keys of cross attention.
         spans: int32 (T, 2), keys that a token sees beside its layer's mask (`mm_token_spans`).
@@ -52,6 +53,7 @@ class CpuMetadata(AttentionMetadata):
     causal: torch.Tensor
     block_table: torch.Tensor
     block_size: int | None
+    views: tuple[str, ...]
     slot_mapping: torch.Tensor
     encoder_seq_lens: torch.Tensor | None
     spans: torch.Tensor | None
@@ -151,6 +153,7 @@ class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
             causal=causal,
             block_table=_block_table(batch.block_table_tensor[:num_reqs]),
             block_size=batch.block_size,
+            views=self.views_of(batch),
             slot_mapping=batch.slot_mapping,
             encoder_seq_lens=None if encoder is None else _int32(encoder[:num_reqs]),
             spans=batch.mm_token_spans(),

@@ -48,6 +48,7 @@ class FlexMetadata(AttentionMetadata):
         slot_mapping: int64, where K and V are written.
         block_table: int32 (R, W).
         block_size: tokens in a page, as the batch says it; None: it does not.
+        views: what wrappers made of the batch, outermost first.
         kv_lens: int64 (R,), keys of each request in the cache.
         request: int64 (Q,), of each query; -2: of none.
         position: int64 (Q,).
@@ -66,6 +67,7 @@ class FlexMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor
     block_table: torch.Tensor
     block_size: int | None
+    views: tuple[str, ...]
     kv_lens: torch.Tensor
     request: torch.Tensor
     position: torch.Tensor
@@ -179,6 +181,7 @@ class FlexMetadataBuilder(AttentionMetadataBuilder[FlexMetadata]):
             slot_mapping=batch.slot_mapping,
             block_table=batch.block_table_tensor[:num_reqs],
             block_size=batch.block_size,
+            views=self.views_of(batch),
             kv_lens=lens,
             request=request,
             position=contexts[owner] + new.position,

@@ -80,6 +80,7 @@ class PrefillConfig(KernelConfig):
         ragged: a request's keys lie one after the other from some row on; there are no pages.
         num_consumers: warpgroups that attend, of 64 rows each.
         q_stages: row tiles of Q in a ring, 1 or 2; with 2 the next one's Q is there when it begins.
+        q_in_registers: Q is read out of shared memory once a row tile, not by each product.
         turns: consumers issue their products one after the other.
         split: the keys of a row tile are shared out among programs. Each leaves its rows in float32, and
             their LSE, for `merge`.
@@ -89,6 +90,7 @@ class PrefillConfig(KernelConfig):
     ragged: bool
     num_consumers: int
     q_stages: int
+    q_in_registers: bool
     turns: bool
     split: bool
 

@@ -6,9 +6,9 @@ one row, cut into one equal share for each program. Out: output and LSE. Device 
 
 A unit is one request, KV head and tile of up to 16 or 64 rows (query tokens times the heads of the
 group). A program walks through the pieces of its share: whole units, and the ends of units that it
-shares with its neighbours. A unit in several pieces leaves its states in memory, and whoever comes last
-folds them, eight at a time and always in the order of the keys, so the bits do not depend on who came
-last.
+shares with its neighbours. A unit in several pieces leaves its states in memory. Of 16 rows whoever
+comes last folds them, eight at a time and always in the order of the keys, so the bits do not depend on
+who came last; of 64 rows, which would take one program as long as the keys take all, `fold` does.
 
 One warp copies K and Q, one copies V, one warpgroup attends. The copies run ahead over the borders
 between pieces, so memory is never idle.
@@ -18,9 +18,12 @@ between pieces, so memory is never idle.
 # pyright: reportArgumentType=false, reportAssignmentType=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
+from attnkit.backends.hopper.coded_queries import beside_codes, make_float16
 from attnkit.backends.hopper.gluon_api import (
     barrier,
     fence_async_shared,
+    float16_of_codes,
+    float16_of_pairs,
     gl,
     gluon,
     mbarrier,
@@ -39,7 +42,6 @@ from attnkit.backends.hopper.tile import (
     first_key_of,
     free_before,
     mask_scores,
-    numbers_of,
     online_softmax,
     pages_of_tile,
     zero_before_window,
@@ -73,7 +75,7 @@ def multiply_keys(q, k_tile, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
     else:
         # Four codes, that is 32 bits, side by side in a thread; Q likewise.
         codes = k_tile.permute((1, 0)).load(gl.DotOperandLayout(1, LAYOUT, 4))
-        s = mma_v2(q, numbers_of(codes, q.dtype), s)
+        s = mma_v2(q, float16_of_codes(codes), s)
     return s
 
 
@@ -95,10 +97,8 @@ def add_coded_values(p, v_tile, even, odd, LAYOUT: gl.constexpr):
     A load that transposes has elements of 16 bits, so two codes side by side come as one, and what is in
     its halves goes to two products.
     """
-    pairs = v_tile.load(gl.DotOperandLayout(1, LAYOUT, 2))
-    even = mma_v2(p, numbers_of((pairs & 0xFF).to(gl.int8), gl.float16), even)
-    odd = mma_v2(p, numbers_of((pairs >> 8).to(gl.int8), gl.float16), odd)
-    return even, odd
+    v_even, v_odd = float16_of_pairs(v_tile.load(gl.DotOperandLayout(1, LAYOUT, 2)))
+    return mma_v2(p, v_even, even), mma_v2(p, v_odd, odd)
 
 
 @gluon.jit
@@ -123,7 +123,7 @@ def produce(
     """One warp that feeds K (and Q) or V. Pages are looked up two tiles ahead, since the first tiles of
     a launch are copied as fast as they are found."""
     STRIPS: gl.constexpr = CONFIG.head_size // 64
-    at, end, record = my_share(share_ptr, 1)
+    at, end, record = my_share(share_ptr)
     step = 0
     num_done = 0
     while at < end:
@@ -161,6 +161,9 @@ def produce(
 def consume(
     CONFIG: gl.constexpr,
     q_tile,
+    q_strips,
+    q_numbers,
+    p_tile,
     k_tiles,
     v_tiles,
     v_boxes,
@@ -200,14 +203,13 @@ def consume(
     PARTS: gl.constexpr = 2 if CODED else 1
     COLUMNS: gl.constexpr = HEAD_SIZE // PARTS
     ACC_LAYOUT: gl.constexpr = product_layout(CONFIG, COLUMNS)
-    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 4 if CODED else 2)
-    P_TYPE: gl.constexpr = gl.float16 if CODED else q_tile.dtype
+    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, ACC_LAYOUT)
     row = gl.arange(0, TILE_ROWS, ROW_LAYOUT)
     row_token = row // CONFIG.pack
-    at, end, record = my_share(share_ptr, 1)
+    at, end, record = my_share(share_ptr)
     step = 0
     num_done = 0
     while at < end:
@@ -244,7 +246,10 @@ def consume(
         odd = acc
         mbarrier.wait(q_full, num_done & 1)
         q = q_tile
-        if CONFIG.q_in_registers:
+        if CODED:
+            inverse = make_float16(q_strips, q_numbers, S_LAYOUT, TILE_ROWS, HEAD_SIZE // 64)
+            q = beside_codes(q_tile, S_LAYOUT)
+        elif CONFIG.q_in_registers:
             q = q_tile.load(Q_LAYOUT)
         for n in range(0, num_tiles):
             tile = first_tile + n
@@ -253,6 +258,8 @@ def consume(
             free_before(step, empty, n > 0, CONFIG)
             mbarrier.wait(k_full.index(slot), phase)
             s = multiply_keys(q, k_tiles.index(slot), S_LAYOUT, CONFIG)
+            if CODED:
+                s = s * gl.expand_dims(inverse, 1)
             # From here on the next piece's Q may be on its way; not from its load on (`free_before`).
             if n == (0 if CONFIG.q_in_registers else num_tiles - 1):
                 mbarrier.arrive(q_empty, count=1)
@@ -267,7 +274,13 @@ def consume(
                 total = total * fade + gl.sum(weights, 1)
             else:
                 total = total * gl.expand_dims(fade, 1) + weights
-            p = gl.convert_layout(weights.to(P_TYPE), P_LAYOUT)
+            if TILE_ROWS == 64:
+                p = gl.convert_layout(weights.to(q_tile.dtype), P_LAYOUT)
+            else:
+                # Through memory of its own: a matrix load brings them as products want them.
+                p_tile.store(weights.to(q_tile.dtype))
+                barrier()
+                p = p_tile.load(P_LAYOUT)
             fade = gl.expand_dims(gl.convert_layout(fade, ACC_ROWS), 1)
             acc = acc * fade
             mbarrier.wait(v_full.index(slot), phase)
@@ -329,28 +342,29 @@ def consume(
                     sums_ptr,
                     part == 0,
                 )
-        if num_splits > 1:
-            merge_unit(
-                CONFIG,
-                split,
-                num_splits,
-                first_program,
-                token,
-                kv_head,
-                num_tokens,
-                base_scale,
-                out_scale,
-                states_ptr,
-                sums_ptr,
-                counters_ptr,
-                num_states,
-                out_ptr,
-                out_stride_token,
-                out_stride_head,
-                lse_ptr,
-                lse_stride_token,
-                sinks_ptr,
-            )
+        if TILE_ROWS == 16:
+            if num_splits > 1:
+                merge_unit(
+                    CONFIG,
+                    split,
+                    num_splits,
+                    first_program,
+                    token,
+                    kv_head,
+                    num_tokens,
+                    base_scale,
+                    out_scale,
+                    states_ptr,
+                    sums_ptr,
+                    counters_ptr,
+                    num_states,
+                    out_ptr,
+                    out_stride_token,
+                    out_stride_head,
+                    lse_ptr,
+                    lse_stride_token,
+                    sinks_ptr,
+                )
         at += num_tiles
         record = pieces_ptr + (gl.program_id(0) + unit + 1) * 16
         num_done += 1
@@ -418,7 +432,14 @@ def decode_kernel(
     q_boxes = gl.allocate_shared_memory(DTYPE, Q_SHAPE, q_desc.layout)
     k_boxes = gl.allocate_shared_memory(k_desc.dtype, [BOXES, 1, 1, ROWS, STRIP], k_desc.layout)
     v_boxes = gl.allocate_shared_memory(v_desc.dtype, [BOXES, 1, 1, ROWS, STRIP], v_desc.layout)
-    q_tile = reinterpret(q_boxes, DTYPE, [TILE_ROWS, HEAD_SIZE], MATRIX)
+    Q_TYPE: gl.constexpr = gl.float16 if CODED else DTYPE
+    q_tile = reinterpret(q_boxes, Q_TYPE, [TILE_ROWS, HEAD_SIZE], MATRIX)
+    q_strips = reinterpret(q_boxes, DTYPE, [STRIPS, TILE_ROWS, 64], MATRIX)
+    q_numbers = reinterpret(q_boxes, Q_TYPE, [STRIPS, TILE_ROWS, 64], MATRIX)
+    p_tile = q_tile
+    if TILE_ROWS == 16:
+        WEIGHTS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        p_tile = gl.allocate_shared_memory(Q_TYPE, [TILE_ROWS, BLOCK_N], WEIGHTS)
     k_tiles = reinterpret(k_boxes, k_desc.dtype, [STAGES, BLOCK_N, HEAD_SIZE], K_MATRIX)
     v_tiles = reinterpret(v_boxes, V_TYPE, [STAGES, BLOCK_N, V_COLUMNS], V_MATRIX)
 
@@ -439,6 +460,9 @@ def decode_kernel(
 
     consumer = (
         q_tile,
+        q_strips,
+        q_numbers,
+        p_tile,
         k_tiles,
         v_tiles,
         v_boxes,

@@ -42,7 +42,6 @@ __all__ = [
     "opaque",
     "reciprocal",
     "reinterpret",
-    "rounded_to_bfloat16",
     "square_root",
     "tma_load",
     "triton",
@@ -119,15 +118,6 @@ def reciprocal(x):
     """1 / x to one unit in the last place, in one instruction where a division takes eight."""
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def rounded_to_bfloat16(x):
-    """float32 to bfloat16, two at once. From float16 numbers LLVM would make a conversion of its own,
-    which runs at an eighth of the rate."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
     )
 
 

@@ -1,13 +1,12 @@
 """HopperImpl: run one layer: write K and V, prefill, decode.
 
 In: the layer's static facts once; then per step its tensors, its cache and the plan. Out: launches, for
-attention one of prompts, one of decodes, and one more where prompts come in splits. Tensor maps of the
-cache are kept from step to step.
+attention one of prompts, one of decodes, and one more for each where splits are put together. Tensor
+maps of the cache are kept from step to step.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,13 +26,15 @@ from attnkit.backends.hopper.tuning import (
     decode_config,
     prefill_config,
 )
+from attnkit.backends.repeat import Repeats, kind_of
 from attnkit.backends.stored import Stored
 from attnkit.contract import AttentionLayer, AttentionType
 from attnkit.errors import BatchError, CacheError, UnsupportedConfiguration
 
 if TYPE_CHECKING:
+    from attnkit.backends.hopper.config import DecodeConfig
+    from attnkit.backends.hopper.fold_launch import FoldWork
     from attnkit.backends.hopper.launch import Operands, Parts
-    from attnkit.backends.hopper.repeat import Repeats
     from attnkit.backends.kernel_call import KernelCall
 
 _NO_WINDOW = 1 << 29
@@ -78,6 +79,7 @@ class HopperImpl(DenseImpl[HopperMetadata]):
             self.variant = replace(variant, sliding_window=None)
         self._scores: dict[bool, ScoreConfig] = {}
         self._geometries: dict[int, Geometry] = {}
+        self._repeats = Repeats()
 
     def forward(
         self,
@@ -101,8 +103,6 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         if attn_metadata is None:
             output.zero_()
             return output
-        from attnkit.backends.hopper.repeat import kind_of
-
         lse = None
         if self.need_to_return_lse_for_decode:
             lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
@@ -183,6 +183,24 @@ class HopperImpl(DenseImpl[HopperMetadata]):
             decode_changes(step.query, step.output, step.lse, table, *work),
             lambda: decode_call(self._operands(step), self.variant, *work, config),
         )
+        if plan.fold is not None:
+            self._fold(step, plan.fold, config)
+
+    def _fold(self, step: _Step, work: FoldWork, config: DecodeConfig) -> None:
+        """Pieces of decodes put together."""
+        from attnkit.backends.hopper.fold_launch import FoldShape, fold_call, fold_changes
+        from attnkit.backends.hopper.launch import log2_scale
+
+        shape = FoldShape.of(work)
+        written = (work, step.output, step.lse)
+        variant = self.variant
+        self._launch(
+            step,
+            ("fold", shape),
+            shape.grid(work),
+            fold_changes(*written),
+            lambda: fold_call(*written, config, log2_scale(variant), sinks=variant.sinks),
+        )
 
     def do_kv_cache_update(
         self,
@@ -193,15 +211,14 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         slot_mapping: torch.Tensor,
     ) -> None:
         from attnkit.backends.hopper.cache_launch import write_call, write_changes, write_grid
-        from attnkit.backends.hopper.repeat import kind_of
 
-        self._repeat(
-            layer,
+        self._repeats.launch(
             ("write", kind_of(key, value), slot_mapping.dtype),
             kv_cache,
             write_grid(key, slot_mapping),
             write_changes(key, value, slot_mapping),
             lambda: write_call(key, value, self._stored(layer, kv_cache), slot_mapping),
+            self._scales(layer),
         )
 
     def _launch(
@@ -213,26 +230,12 @@ class HopperImpl(DenseImpl[HopperMetadata]):
         make: Callable[[], KernelCall],
     ) -> None:
         """A launch of attention; `key` says which."""
-        self._repeat(step.layer, (*key, *step.kind), step.kv_cache, grid, changing, make)
+        whole = (*key, *step.kind)
+        self._repeats.launch(whole, step.kv_cache, grid, changing, make, self._scales(step.layer))
 
-    def _repeat(
-        self,
-        layer: AttentionLayer,
-        key: tuple[object, ...],
-        kv_cache: torch.Tensor,
-        grid: tuple[int, ...],
-        changing: dict[str, Any],
-        make: Callable[[], KernelCall],
-    ) -> None:
-        """A launch as `Repeats` has it, of a kernel that may read the layer's scales."""
-        if self._is_coded:
-            k_scale, v_scale = layer._k_scale, layer._v_scale
-            if k_scale.numel() != v_scale.numel() or k_scale.dtype != torch.float32:
-                # Such scales are copied, so what they are by the next step would not be seen.
-                make().launch()
-                return
-            key = (*key, k_scale.data_ptr(), v_scale.data_ptr(), k_scale.shape)
-        self._repeats.launch(key, kv_cache, grid, changing, make)
+    def _scales(self, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Those that kernels read."""
+        return (layer._k_scale, layer._v_scale) if self._is_coded else None
 
     def _operands(self, step: _Step) -> Operands:
         """What a step reads and writes, if the copy engine can."""
@@ -296,12 +299,6 @@ class HopperImpl(DenseImpl[HopperMetadata]):
                 coded=self._is_coded,
             )
         return geometry
-
-    @functools.cached_property
-    def _repeats(self) -> Repeats:
-        from attnkit.backends.hopper.repeat import Repeats
-
-        return Repeats()
 
     def _score(self, lse: bool) -> ScoreConfig:
         score = self._scores.get(lse)

@@ -1,7 +1,7 @@
 """The decode kernel over latents (MLA): two consumers score a block of keys each and halve the output.
 
 In: packed queries of all heads, the pool of latent rows, and pieces of work (`plan_kernels`). Out:
-output and LSE of units that one program has alone, states of the others, which `latent_fold` folds.
+output and LSE of units that one program has alone, states of the others, which `fold` folds.
 Device code; `latent_launch` starts it.
 
 A float32 accumulator of 64 rows by 512 columns is half of a multiprocessor's registers. So consumer 0
@@ -77,7 +77,7 @@ def produce(
     HALF: gl.constexpr = CONFIG.half
     ROPE: gl.constexpr = CONFIG.rope
     WIDTH: gl.constexpr = HALF.head_size
-    at, end, record = my_share(share_ptr, CONFIG.head_tiles)
+    at, end, record = my_share(share_ptr)
     step = 0
     num_done = 0
     while at < end:
@@ -216,6 +216,7 @@ def consume(
     out_stride_head,
     lse_ptr,
     lse_stride_token,
+    k_scale_ptr,
     log2_scale,
 ):
     """The warpgroup that scores block ME of each tile and accumulates half ME of the output."""
@@ -230,7 +231,11 @@ def consume(
     Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     HALF: gl.constexpr = CONFIG.half
     row_token = gl.arange(0, 64, ROW_LAYOUT) // CONFIG.pack
-    at, end, record = my_share(share_ptr, CONFIG.head_tiles)
+    out_scale = log2_scale
+    if CONFIG.scaled:
+        out_scale = gl.load(k_scale_ptr)
+        log2_scale = log2_scale * out_scale
+    at, end, record = my_share(share_ptr)
     step = 0
     num_done = 0
     while at < end:
@@ -353,7 +358,7 @@ def consume(
                 head_tile,
                 num_tokens,
                 log2_scale,
-                log2_scale,
+                out_scale,
                 out_ptr,
                 out_stride_token,
                 out_stride_head,
@@ -383,7 +388,7 @@ def consume(
 
 @gluon.jit(
     do_not_specialize=["num_pages", "table_stride", "lse_stride_token"],
-    do_not_specialize_on_alignment=["share_ptr", "pieces_ptr", "table_ptr"],
+    do_not_specialize_on_alignment=["share_ptr", "pieces_ptr", "table_ptr", "k_scale_ptr"],
 )
 def latent_decode_kernel(
     q_desc,
@@ -401,6 +406,7 @@ def latent_decode_kernel(
     out_stride_head,
     lse_ptr,
     lse_stride_token,
+    k_scale_ptr,
     log2_scale,
     CONFIG: gl.constexpr,
 ):
@@ -450,7 +456,7 @@ def latent_decode_kernel(
 
     shared = (sums, q_full, q_empty, full, empty, share_ptr, pieces_ptr)
     shared = shared + (states_ptr, sums_ptr, out_ptr, out_stride_token, out_stride_head)
-    shared = shared + (lse_ptr, lse_stride_token, log2_scale)
+    shared = shared + (lse_ptr, lse_stride_token, k_scale_ptr, log2_scale)
     left = (q_left, q_right, q_rope, left_tiles, right_tiles, rope_tiles, left_boxes)
     right = (q_right, q_left, q_rope, right_tiles, left_tiles, rope_tiles, right_boxes)
     left = left + (left_top, right_top) + shared

@@ -14,6 +14,7 @@ bfloat16 number made of it would cost two.
 # pyright: reportArgumentType=false, reportAssignmentType=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
+from attnkit.backends.hopper.coded_queries import beside_codes, make_float16
 from attnkit.backends.hopper.gluon_api import (
     barrier,
     fence_async_shared,
@@ -59,7 +60,7 @@ def produce(
     """The warp that feeds latents and Q, pages looked up a tile ahead."""
     ROW: gl.constexpr = CONFIG.row
     LATENT_STRIPS: gl.constexpr = CONFIG.head_size // 64
-    at, end, record = my_share(share_ptr, CONFIG.head_tiles)
+    at, end, record = my_share(share_ptr)
     step = 0
     num_done = 0
     while at < end:
@@ -92,38 +93,6 @@ def produce(
 
 
 @gluon.jit
-def make_float16(q_strips, q_numbers, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
-    """Put Q back as float16, each row times the power of two that brings its largest number to between
-    2 ** 14 and 2 ** 15. What that makes subnormal is below 2 ** -28 of the largest.
-
-    Returns:
-        what scores are multiplied by in turn, a slice of LAYOUT.
-    """
-    ROWS: gl.constexpr = CONFIG.tile_rows
-    STRIPS: gl.constexpr = CONFIG.row.head_size // 64
-    # A row is a warp's.
-    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    numbers = ()
-    most = gl.zeros([ROWS, 64], gl.float32, WHOLE)
-    for c in gl.static_range(STRIPS):
-        x = q_strips.index(c).load(WHOLE).to(gl.float32)
-        most = gl.maximum(most, gl.maximum(x, -x))
-        numbers = numbers + (x,)
-    exponent = gl.max(most, 1).to(gl.int32, bitcast=True) >> 23
-    exponent = gl.minimum(gl.maximum(268 - exponent, 1), 253)
-    factor = gl.expand_dims((exponent << 23).to(gl.float32, bitcast=True), 1)
-    barrier()
-    for c in gl.static_range(STRIPS):
-        x = gl.reshape((numbers[c] * factor).to(gl.float16), [ROWS, 2, 2, 4, 2, 2])
-        x = gl.reshape(gl.permute(x, [0, 1, 4, 2, 3, 5]), [ROWS, 64])
-        q_numbers.index(c).store(x)
-    fence_async_shared()
-    barrier()
-    inverse = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
-    return gl.convert_layout(inverse, gl.SliceLayout(1, LAYOUT))
-
-
-@gluon.jit
 def multiply_keys(q_strips, k_strips, slot, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
     """q.k of one tile, raw."""
     CODED: gl.constexpr = CONFIG.element_bytes == 1
@@ -142,13 +111,10 @@ def multiply_keys(q_strips, k_strips, slot, LAYOUT: gl.constexpr, CONFIG: gl.con
         k = k.load(gl.DotOperandLayout(1, LAYOUT, WIDTH))
         if CODED:
             k = float16_of_codes(k)
-        q = q_strips.index(c).load(gl.DotOperandLayout(0, LAYOUT, 2))
         if CODED:
-            # Its columns lie in the order in which a plain load, which is half the loads, hands them
-            # out as they stand beside four codes. In registers this moves nothing.
-            q = gl.reshape(q, [ROWS, 2, 2, 2, 4, 2])
-            q = gl.reshape(gl.permute(q, [0, 1, 3, 4, 2, 5]), [ROWS, 64])
-            q = gl.convert_layout(q, gl.DotOperandLayout(0, LAYOUT, WIDTH))
+            q = beside_codes(q_strips.index(c), LAYOUT)
+        else:
+            q = q_strips.index(c).load(gl.DotOperandLayout(0, LAYOUT, 2))
         parts = parts[1:] + (mma_v2(q, k, parts[0]),)
     s = parts[0]
     for i in gl.static_range(1, SUMS):
@@ -205,7 +171,7 @@ def consume(
     if CONFIG.scaled:
         out_scale = gl.load(k_scale_ptr)
         base_scale = log2_scale * out_scale
-    at, end, record = my_share(share_ptr, CONFIG.head_tiles)
+    at, end, record = my_share(share_ptr)
     step = 0
     num_done = 0
     while at < end:
@@ -223,7 +189,7 @@ def consume(
             accs = accs + (gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT),)
         mbarrier.wait(q_full, num_done & 1)
         if CODED:
-            inverse = make_float16(q_strips, q_numbers, LAYOUT, CONFIG)
+            inverse = make_float16(q_strips, q_numbers, LAYOUT, ROWS, STRIPS)
         for n in range(0, num_tiles):
             tile = first_tile + n
             slot = step % CONFIG.stages

@@ -360,7 +360,6 @@ def _step(
 def _common(o: Operands, variant: AttentionVariant) -> dict[str, Any]:
     window = variant.sliding_window
     cap = variant.logits_soft_cap
-    linear = cap is None and variant.alibi_slopes is None and variant.scale > 0
     factor = variant.scale * LOG2_E
     return {
         "num_pages": o.key.shape[0],
@@ -371,10 +370,16 @@ def _common(o: Operands, variant: AttentionVariant) -> dict[str, Any]:
         "sinks_ptr": o.output if variant.sinks is None else variant.sinks,
         **scale_arguments(o.k_scale, o.v_scale, o.output),
         "window": 0 if window is None else window,
-        "log2_scale": factor if linear else 1.0,
+        "log2_scale": log2_scale(variant),
         "score_factor": factor if cap is None else 2.0 * factor / cap,
         "cap_log2": 0.0 if cap is None else cap * LOG2_E,
     }
+
+
+def log2_scale(variant: AttentionVariant) -> float:
+    """What the softmax multiplies the kernels' scores by: linear ones it gets raw."""
+    linear = variant.logits_soft_cap is None and variant.alibi_slopes is None and variant.scale > 0
+    return variant.scale * LOG2_E if linear else 1.0
 
 
 def scale_arguments(

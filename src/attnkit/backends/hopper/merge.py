@@ -4,6 +4,8 @@ In: of each split its rows in float32, and their LSE. Out: output and LSE of the
 in plain Triton; `launch.merge_call` starts it.
 """
 
+# pyright: reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
 
@@ -51,33 +53,33 @@ def merge_kernel(
         # Of the first split's row; the others' stand TILE_ROWS further each.
         first = (place - split).to(tl.int64) * TILE_ROWS + row
         top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-        if sinks_ptr is not None:
-            top = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32)
-        sink = top
-        for begin in range(0, num_splits, BLOCK_SPLITS):
-            at = begin + tl.arange(0, BLOCK_SPLITS)
-            there = (at < num_splits)[:, None] & live[None, :]
-            rows = first[None, :] + at[:, None] * TILE_ROWS
-            lses = tl.load(part_lses_ptr + rows, mask=there, other=float("-inf"))
-            top = tl.maximum(top, tl.max(lses, 0))
-        base = tl.where(top == float("-inf"), 0.0, top)
         total = tl.zeros([BLOCK_ROWS], tl.float32)
         if sinks_ptr is not None:
-            total = tl.exp2((sink - base) * LOG2_E)
+            top = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2_E
+            total += 1.0
         acc = tl.zeros([BLOCK_ROWS, HEAD_SIZE], tl.float32)
         for begin in range(0, num_splits, BLOCK_SPLITS):
-            at = begin + tl.arange(0, BLOCK_SPLITS)
-            there = (at < num_splits)[:, None] & live[None, :]
-            rows = first[None, :] + at[:, None] * TILE_ROWS
-            lses = tl.load(part_lses_ptr + rows, mask=there, other=float("-inf"))
-            parts = tl.load(
-                parts_ptr + rows[:, :, None] * HEAD_SIZE + column[None, None, :],
-                mask=there[:, :, None],
-                other=0.0,
-            )
-            weights = tl.exp2((lses - base[None, :]) * LOG2_E)
-            total += tl.sum(weights, 0)
-            acc += tl.sum(parts * weights[:, :, None], 0)
+            # All loads of some splits are on their way before one is used. A row is a warp's.
+            tops, parts = (), ()
+            for i in tl.static_range(BLOCK_SPLITS):
+                rows = first + (begin + i) * TILE_ROWS
+                there = row < tl.where(begin + i < num_splits, num_rows, 0)
+                lse = tl.load(part_lses_ptr + rows, mask=there, other=float("-inf"))
+                tops += (lse * LOG2_E,)
+                place_of_part = parts_ptr + rows[:, None] * HEAD_SIZE + column[None, :]
+                parts += (tl.load(place_of_part, mask=there[:, None], other=0.0),)
+            new_top = top
+            for i in tl.static_range(BLOCK_SPLITS):
+                new_top = tl.maximum(new_top, tops[i])
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            fade = tl.exp2(top - base)
+            acc = acc * fade[:, None]
+            total = total * fade
+            for i in tl.static_range(BLOCK_SPLITS):
+                weight = tl.exp2(tops[i] - base)
+                total += weight
+                acc += parts[i] * weight[:, None]
+            top = new_top
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         place_of_row = (token + row // PACK).to(tl.int64)
         out = out_ptr + place_of_row * out_stride_token + head * out_stride_head
@@ -85,5 +87,5 @@ def merge_kernel(
             out[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=live[:, None]
         )
         if lse_ptr is not None:
-            lse = (base * LOG2_E + tl.log2(total)) * LN_2
+            lse = (top + tl.log2(total)) * LN_2
             tl.store(lse_ptr + place_of_row * lse_stride_token + head, lse, mask=live)

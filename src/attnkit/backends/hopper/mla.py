@@ -29,8 +29,9 @@ from attnkit.kvcache.formats import layer_scale
 from attnkit.mla.prefill_backend import MLAPrefillBackend
 
 if TYPE_CHECKING:
-    from attnkit.backends.hopper.repeat import Repeats
+    from attnkit.backends.hopper.config import LatentConfig
     from attnkit.backends.kernel_call import KernelCall
+    from attnkit.backends.repeat import Repeats
 
 
 class HopperMLABackend(Sm90Backend):
@@ -96,24 +97,14 @@ class HopperMLAImpl(TritonMLAImpl):
             CacheError: the copy engine cannot read the cache, or that has another dtype than `q`.
         """
         # Here, so that the class can be asked questions where Triton is not installed.
-        from attnkit.backends.hopper import latent_launch, launch
-        from attnkit.backends.hopper.repeat import kind_of
+        from attnkit.backends.hopper import latent_launch
 
         plan = attn_metadata.decode
         assert plan is not None, "a batch without decodes has no rows to serve"
-        latent, coded = self.layer.dimensions.kv_lora_rank, self._is_coded
-        query, rope = q if isinstance(q, tuple) else (q[..., :latent], q[..., latent:])
+        coded = self._is_coded
+        query, rope, scale = self._scaled_parts(q)
         cache = self._elements(kv_c_and_k_pe_cache, query.dtype)
-        scale = self.scale
-        if scale <= 0:  # The kernel applies it after the maximum.
-            query, rope, scale = query * scale, rope * scale, 1.0
-        query, rope = (x if launch.can_copy(x) else x.contiguous() for x in (query, rope))
-        # A replayed batch may have fewer rows: theirs are not written, and somebody may look.
-        captured = attn_metadata.is_captured
-        output = query.new_zeros(query.shape) if captured else query.new_empty(query.shape)
-        lse = None
-        if self.need_to_return_lse_for_decode:
-            lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
+        output, lse = self._outputs(query, captured=attn_metadata.is_captured)
         operands = latent_launch.LatentOperands(
             query=query,
             query_rope=rope,
@@ -125,25 +116,63 @@ class HopperMLAImpl(TritonMLAImpl):
             k_scale=layer_scale("k_scale", layer._k_scale, 1) if coded else None,
         )
         work = attn_metadata.work(self.num_heads, coded)
-        rows, has_lse = work.tile_rows, lse is not None
-        config = latent_config(self.num_heads, cache.shape[1], rows, lse=has_lse, coded=coded)
-        fold = latent_launch.FoldShape.of(work)
-        kind = (kind_of(query, rope, output), plan.block_table.dtype, rows, has_lse)
-        self._repeats.launch(
-            ("decode", *kind),
-            kv_c_and_k_pe_cache,
-            latent_launch.decode_grid(work),
-            latent_launch.decode_changes(operands, work),
-            lambda: latent_launch.latent_decode_call(operands, work, config),
+        config = latent_config(
+            self.num_heads, cache.shape[1], work.tile_rows, lse=lse is not None, coded=coded
         )
-        self._repeats.launch(
-            ("fold", fold, *kind),
-            kv_c_and_k_pe_cache,
-            fold.grid(work),
-            latent_launch.fold_changes(operands, work),
-            lambda: latent_launch.fold_latents_call(operands, work, config),
-        )
+        self._launch(self._repeats, kv_c_and_k_pe_cache, operands, work, config)
         return output, lse
+
+    def _scaled_parts(
+        self, q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Queries over the latent and over its rope columns, as the copy engine reads them, and a
+        factor on scores above 0: the kernels apply it after the maximum."""
+        from attnkit.backends.hopper.launch import can_copy
+
+        latent = self.layer.dimensions.kv_lora_rank
+        query, rope = q if isinstance(q, tuple) else (q[..., :latent], q[..., latent:])
+        scale = self.scale
+        if scale <= 0:
+            query, rope, scale = query * scale, rope * scale, 1.0
+        query, rope = (x if can_copy(x) else x.contiguous() for x in (query, rope))
+        return query, rope, scale
+
+    def _outputs(
+        self, query: torch.Tensor, *, captured: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Memory for outputs and, where it is wanted, LSE."""
+        # A replayed batch may have fewer rows: theirs are not written, and somebody may look.
+        output = query.new_zeros(query.shape) if captured else query.new_empty(query.shape)
+        lse = None
+        if self.need_to_return_lse_for_decode:
+            lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
+        return output, lse
+
+    def _launch(
+        self, repeats: Repeats, pages: torch.Tensor, operands: Any, work: Any, config: LatentConfig
+    ) -> None:
+        """Decode, and fold what programs share. `pages`: what `operands.cache` is a view of."""
+        from attnkit.backends.hopper import fold_launch, latent_launch
+        from attnkit.backends.repeat import kind_of
+
+        o = operands
+        fold = fold_launch.FoldShape.of(work)
+        rows = (o.query, o.query_rope, o.output, *(() if o.lse is None else (o.lse,)))
+        kind = (kind_of(*rows), o.block_table.dtype, work.tile_rows)
+        repeats.launch(
+            ("decode", *kind),
+            pages,
+            latent_launch.decode_grid(work),
+            latent_launch.decode_changes(o, work),
+            lambda: latent_launch.latent_decode_call(o, work, config),
+        )
+        repeats.launch(
+            ("fold", fold, *kind),
+            pages,
+            fold.grid(work),
+            fold_launch.fold_changes(work, o.output, o.lse, o.k_scale),
+            lambda: latent_launch.fold_latents_call(o, work, config),
+        )
 
     def do_kv_cache_update(
         self,
@@ -156,8 +185,13 @@ class HopperMLAImpl(TritonMLAImpl):
     ) -> None:
         if kv_cache.numel() == 0:
             return
+        if self.layer.is_tiled:
+            super().do_kv_cache_update(
+                kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
+            )
+            return
         from attnkit.backends.hopper.cache_launch import write_call, write_changes, write_grid
-        from attnkit.backends.hopper.repeat import kind_of
+        from attnkit.backends.repeat import kind_of
 
         rows = (kv_c_normed[:, None], k_pe)
         latent, rope = (x if x.stride(-1) == 1 else x.contiguous() for x in rows)
@@ -195,14 +229,15 @@ class HopperMLAImpl(TritonMLAImpl):
         """
         from attnkit.backends.hopper.launch import check_strides
 
-        is_stored_so = cache.element_size() == 1 if self._is_coded else cache.dtype == dtype
-        if not is_stored_so:
+        are_bytes = self._is_coded or self.layer.is_tiled
+        if not (cache.element_size() == 1 if are_bytes else cache.dtype == dtype):
             raise CacheError(
-                f"kv_cache is {cache.dtype}, query is {dtype}; the hopper_mla backend reads "
-                f"{'codes of a byte' if self._is_coded else dtype} for "
+                f"kv_cache is {cache.dtype}, query is {dtype}; the "
+                f"{self.get_backend_cls().get_name()} backend reads "
+                f"{'codes of a byte' if are_bytes else dtype} for "
                 f"kv_cache_dtype={self.layer.kv_cache_dtype!r}"
             )
-        cache = cache.view(torch.uint8) if self._is_coded else cache
+        cache = cache.view(torch.uint8) if are_bytes else cache
         check_strides("kv_cache", cache, CacheError)
         return cache
 
@@ -212,6 +247,6 @@ class HopperMLAImpl(TritonMLAImpl):
 
     @functools.cached_property
     def _repeats(self) -> Repeats:
-        from attnkit.backends.hopper.repeat import Repeats
+        from attnkit.backends.repeat import Repeats
 
         return Repeats()

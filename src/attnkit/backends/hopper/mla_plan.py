@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from attnkit.backends.hopper.config import LatentConfig
 from attnkit.backends.hopper.plan import num_sms_of
 from attnkit.backends.hopper.tuning import (
     MAX_LATENT_QUERY_LEN,
@@ -39,31 +40,46 @@ class LatentPlanner:
         self._max_num_reqs = max_num_reqs
         self._block_size = block_size
         self._num_programs = num_sms_of(device)
-        self._works: dict[tuple[int, int, bool], Any] = {}
+        self._works: dict[tuple[Any, ...], Any] = {}
+        self._states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def plan(self, part: DecodePart, num_heads: int, coded: bool) -> Any:
         """A `latent_launch.LatentWork`; launches, and never waits for the device."""
-        from attnkit.backends.hopper.latent_launch import LatentWork
-        from attnkit.backends.hopper.plan_launch import Lengths, share_decodes_call
-
         self.layers.add((num_heads, coded))
         tile_rows = latent_rows(num_heads, part.max_query_len, coded=coded)
         config = latent_config(num_heads, self._block_size, tile_rows, lse=False, coded=coded)
-        tokens = tile_rows // config.pack
-        num_reqs = part.seq_lens.shape[0]
-        per_request = -(-part.max_query_len // tokens) * config.head_tiles
-        num_units = num_reqs * per_request
-        room = max(num_reqs, self._max_num_reqs) * per_request
         key = (num_heads, tile_rows, coded)
+        num_reqs = part.seq_lens.shape[0]
+        work = self._share(part, config, key, max(num_reqs, self._max_num_reqs))
+        per_request = -(-part.max_query_len // (tile_rows // config.pack)) * config.head_tiles
+        return replace(work, units=work.units[: num_reqs * per_request])
+
+    def _share(
+        self, part: DecodePart, config: LatentConfig, key: tuple[Any, ...], max_num_reqs: int
+    ) -> Any:
+        """The `LatentWork` of some requests, in the memory of `key`; there are up to `max_num_reqs`, and
+        units of as many."""
+        from attnkit.backends.hopper.latent_launch import LatentWork
+        from attnkit.backends.hopper.plan_launch import Lengths, share_decodes_call
+
+        tile_rows = config.tile_rows
+        tokens = tile_rows // config.pack
+        room = max_num_reqs * -(-part.max_query_len // tokens) * config.head_tiles
+        num = self._num_programs
+        # Layers run one after the other.
+        if (states := self._states.get(tile_rows)) is None:
+            states = self._states[tile_rows] = (
+                torch.empty(2 * num, tile_rows, config.head_size, device=self._device),
+                torch.empty(2 * num, tile_rows, 2, device=self._device),
+            )
         work = self._works.get(key)
         if work is None or work.units.shape[0] < room:
-            num = self._num_programs
             work = self._works[key] = LatentWork(
                 share=self._empty(16 + 16 * num),
                 pieces=self._empty(num + room, 16),
                 units=self._empty(room, 8),
-                acc=torch.empty(2 * num, tile_rows, config.head_size, device=self._device),
-                sums=torch.empty(2 * num, tile_rows, 2, device=self._device),
+                acc=states[0],
+                sums=states[1],
                 num_rows=0,
             )
         share_decodes_call(
@@ -76,16 +92,12 @@ class LatentPlanner:
                 window=None,
             ),
             config.head_tiles,
-            self._num_programs,
+            num,
             part.max_query_len,
             config,
             work.units,
         ).launch()
-        return replace(
-            work,
-            units=work.units[:num_units],
-            num_rows=min(part.max_query_len, tokens) * config.pack,
-        )
+        return replace(work, num_rows=min(part.max_query_len, tokens) * config.pack)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.int32, device=self._device)
@@ -135,6 +147,10 @@ class HopperMLAMetadataBuilder(MLAMetadataBuilder):
             vllm_config.scheduler_config.max_num_seqs,
             kv_cache_spec.block_size,
         )
+
+    @classmethod
+    def get_plan_cls(cls) -> type[HopperMLAMetadata]:
+        return HopperMLAMetadata
 
     def build(
         self,

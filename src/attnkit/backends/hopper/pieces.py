@@ -39,19 +39,17 @@ def read_unit(record):
 
 
 @gluon.jit
-def my_share(share_ptr, GROUPS: gl.constexpr):
+def my_share(share_ptr):
     """First and end of this program's K/V tiles, counted over its group of programs, and its first
     record.
 
     First records have places of their own, so that a launch need not ask where they are.
     """
     me = gl.program_id(0)
-    place = me
     size = gl.load(share_ptr)
     total = gl.load(share_ptr + 1)
-    if GROUPS > 1:
-        num_programs = gl.num_programs(0) // GROUPS
-        place = me % num_programs
-        # Programs that are left over have nothing to do.
-        total = gl.where(me < num_programs * GROUPS, total, 0)
+    group_programs = gl.load(share_ptr + 3)
+    place = me % group_programs
+    # Programs that are left over have nothing to do.
+    total = gl.where(me < gl.load(share_ptr + 4), total, 0)
     return place * size, gl.minimum(place * size + size, total), share_ptr + 16 + me * 16

@@ -78,6 +78,7 @@ class DecodePlan:
     """Arguments of `launch.decode_call`, for row tiles of `tile_rows`; `states` is a `launch.States`.
 
     Attributes:
+        fold: of row tiles of 64 their units, a `fold_launch.FoldWork`; None: the decode kernel folds.
         beside: the prefill kernel before leaves multiprocessors for these decodes.
     """
 
@@ -85,6 +86,7 @@ class DecodePlan:
     share: torch.Tensor
     pieces: torch.Tensor
     states: Any
+    fold: Any = None
     beside: bool = False
 
 
@@ -220,6 +222,7 @@ class Planner:
 
     def _decodes(self, lengths: Any, geometry: Geometry, longest: int) -> DecodePlan:
         """Share out the requests that are decoded, none of which has more queries than `longest`."""
+        from attnkit.backends.hopper.fold_launch import FoldWork
         from attnkit.backends.hopper.launch import States
         from attnkit.backends.hopper.plan_launch import share_decodes_call
 
@@ -232,14 +235,27 @@ class Planner:
         # Room for every batch of the engine, so that no later one moves what a graph was captured with.
         row_tiles = -(-MAX_DECODE_QUERY_LEN // (tile_rows // config.pack))
         num_reqs = max(lengths.seq_lens.shape[0], self._max_num_reqs)
-        num_records = num_programs + num_reqs * g.num_kv_heads * row_tiles
+        num_units = num_reqs * g.num_kv_heads * row_tiles
+        num_records = num_programs + num_units
         plan = self._decode_plans.get((g, tile_rows))
         if plan is None or plan.pieces.shape[0] < num_records:
+            states = States.make(num_programs, config, self._device)
+            share = torch.zeros(16 + 16 * num_programs, dtype=torch.int32, device=self._device)
+            fold = None
+            if tile_rows == 64:
+                fold = FoldWork(
+                    share=share,
+                    units=torch.zeros(num_units, 8, dtype=torch.int32, device=self._device),
+                    acc=states.acc,
+                    sums=states.sums,
+                    num_rows=tile_rows,
+                )
             plan = self._decode_plans[g, tile_rows] = DecodePlan(
                 tile_rows=tile_rows,
-                share=torch.zeros(16 + 16 * num_programs, dtype=torch.int32, device=self._device),
+                share=share,
                 pieces=torch.zeros(num_records, 16, dtype=torch.int32, device=self._device),
-                states=States.make(num_programs, config, self._device),
+                states=states,
+                fold=fold,
             )
         share_decodes_call(
             plan.share,
@@ -249,8 +265,17 @@ class Planner:
             num_programs,
             MAX_DECODE_QUERY_LEN,
             config,
+            None if plan.fold is None else plan.fold.units,
         ).launch()
-        return plan
+        if plan.fold is None:
+            return plan
+        # No more programs than this batch can have units and rows.
+        tokens = tile_rows // config.pack
+        most = lengths.seq_lens.shape[0] * g.num_kv_heads * -(-longest // tokens)
+        num_rows = min(longest, tokens) * config.pack
+        return replace(
+            plan, fold=replace(plan.fold, units=plan.fold.units[:most], num_rows=num_rows)
+        )
 
 
 # Neither frozen nor with slots: engines' wrappers subclass plans and assign their slot_mapping.
@@ -276,6 +301,11 @@ class HopperMetadata:
     def block_size(self) -> int | None:
         """Tokens in a page, as the batch says it; None: it does not."""
         return self.batch.block_size
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        """What wrappers made of the batch, outermost first."""
+        return self.batch.views
 
     def plan(self, geometry: Geometry) -> Plan:
         """The work of layers of a geometry."""

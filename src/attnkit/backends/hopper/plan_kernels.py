@@ -5,6 +5,8 @@ per piece of a program's share (decode), ready to be read by every layer of the 
 plain Triton; `launch` starts it.
 """
 
+# pyright: reportOperatorIssue=false
+
 import triton
 import triton.language as tl
 
@@ -143,9 +145,10 @@ def share_decodes_kernel(
     Units stand in a row: requests of 1 to max_query_len queries, in each the KV heads, in each the row
     tiles of TOKENS tokens. Their K/V tiles, counted over the batch, are cut into equal shares, at least
     LEAST. The record of unit u's piece in program p is at p + u: one of 16 numbers, as
-    `pieces.read_piece` and what follows it read them. `share_ptr`: tiles of a share, tiles of the batch,
-    units, and from 16 on the first record of each program, which is only there. `units_ptr`, where it is
-    not None: of each unit 8 numbers as `latent_fold` reads them.
+    `pieces.read_piece` and what follows it read them. `share_ptr`: tiles of a share, tiles of a
+    group, units, programs of a group and of all groups, and from 16 on the first record of each program,
+    which is only there. `units_ptr`, where it is
+    not None: of each unit 8 numbers as `fold` reads them.
 
     GROUPS: so many rows of units, each of as many KV heads, and as many programs for each. What programs
     of different groups do at a time is then the same place of the same requests.
@@ -189,6 +192,8 @@ def share_decodes_kernel(
         tl.store(share_ptr, size)
         tl.store(share_ptr + 1, work)
         tl.store(share_ptr + 2, num_units * GROUPS)
+        tl.store(share_ptr + 3, group_programs)
+        tl.store(share_ptr + 4, group_programs * GROUPS)
 
     first = tl.load(query_start_loc_ptr + me)
     query_len = tl.load(query_start_loc_ptr + me + 1) - first
@@ -241,3 +246,19 @@ def share_decodes_kernel(
             tl.store(record + 10, num_splits + zero, mask=there)
             tl.store(record + 11, group * group_programs + first_program + zero, mask=there)
             tl.store(record + 12, unit + zero, mask=there)
+
+
+@triton.jit
+def put_num_keys(share_ptr, pieces_ptr, units_ptr, unit, num_keys):
+    """Let the pieces of a unit end at fewer keys than were shared out; those past them see none."""
+    num_splits = tl.load(units_ptr + unit * 8 + 3)
+    first_program = tl.load(units_ptr + unit * 8 + 4)
+    for block in range(0, num_splits, 32):
+        split = block + tl.arange(0, 32)
+        there = split < num_splits
+        program = first_program + split
+        tl.store(pieces_ptr + (program + unit) * 16 + 6, num_keys + split * 0, mask=there)
+        # Where a piece is its program's first, it stands here instead.
+        record = share_ptr + 16 + program * 16
+        is_first = there & (tl.load(record + 12, mask=there, other=-1) == unit)
+        tl.store(record + 6, num_keys + split * 0, mask=is_first)

@@ -6,6 +6,7 @@ the records that the attention kernels read.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +119,7 @@ def share_decodes_call(
             "BLOCK_N": config.plan_block_n if is_latent else config.block_n,
             "LEAST": 1 if is_latent else min_decode_tiles(config),
             "SPARE": LATENT_SPARE if is_latent else 0,
-            "GROUPS": num_kv_heads if is_latent else 1,
+            "GROUPS": num_kv_heads if is_latent else math.gcd(num_kv_heads, num_programs),
             "BLOCK_REQS": 256,
             "BLOCK_PIECES": 32,
         },

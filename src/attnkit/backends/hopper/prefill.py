@@ -179,13 +179,15 @@ def pass_turn(x, ME: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(q_tiles, q_index, k_tiles, slot, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue Q.K of one tile."""
+def start_scores(q, q_index, k_tiles, slot, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
+    """Issue Q.K of one tile. q: this row tile's in registers, or all in shared memory."""
     PARTS: gl.constexpr = CONFIG.parts
     BLOCK_N: gl.constexpr = CONFIG.block_n
+    q_tiles = q
     s = gl.zeros([64, BLOCK_N], gl.float32, LAYOUT)
     for c in gl.static_range(PARTS):
-        q = q_tiles.index(q_index * PARTS + c)
+        if not CONFIG.q_in_registers:
+            q = q_tiles.index(q_index * PARTS + c)
         k = k_tiles.index(slot * PARTS + c).permute((1, 0))
         s = warpgroup_mma(q, k, s, use_acc=c > 0, is_async=True)
     return s
@@ -217,7 +219,7 @@ def attend_tile(
     S_LAYOUT: gl.constexpr,
     P_LAYOUT: gl.constexpr,
     MASKED: gl.constexpr,
-    q_tiles,
+    q,
     q_slot,
     k_tiles,
     v_tiles,
@@ -251,7 +253,7 @@ def attend_tile(
     p = gl.convert_layout(weights.to(v_tiles.dtype), P_LAYOUT)
     mbarrier.wait(k_full.index(slot), phase)
     take_turn(step, ME, CONFIG)
-    s = start_scores(q_tiles, q_index, k_tiles, slot, S_LAYOUT, CONFIG)
+    s = start_scores(q, q_index, k_tiles, slot, S_LAYOUT, CONFIG)
     acc = faded(acc, gl.convert_layout(fade, gl.SliceLayout(1, P_LAYOUT.parent)))
     acc = warpgroup_mma(p, v_tiles.index(slot_before), acc, is_async=True)
     pass_turn(step, ME, CONFIG)
@@ -347,6 +349,7 @@ def consume(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_SIZE, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
+    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     # Tokens of this consumer's first and last row, counted from the row tile's first.
     NEAR: gl.constexpr = ME * 64 // CONFIG.pack
@@ -389,7 +392,10 @@ def consume(
         mbarrier.wait(q_full.index(q_slot), ((i - first) // CONFIG.q_stages) & 1)
         take_turn(step, ME, CONFIG)
         q_index = q_slot * CONFIG.num_consumers + ME
-        s = start_scores(q_tiles, q_index, k_tiles, slot, S_LAYOUT, CONFIG)
+        q = q_tiles
+        if CONFIG.q_in_registers:
+            q = q_tiles.index(q_index).load(Q_LAYOUT)
+        s = start_scores(q, q_index, k_tiles, slot, S_LAYOUT, CONFIG)
         pass_turn(step, ME, CONFIG)
         s = warpgroup_mma_wait(0, deps=(s,))
         # This says too that the row tile before is done with its last V tile.
@@ -427,7 +433,7 @@ def consume(
                     S_LAYOUT,
                     P_LAYOUT,
                     part != 1,
-                    q_tiles,
+                    q,
                     q_slot,
                     k_tiles,
                     v_tiles,

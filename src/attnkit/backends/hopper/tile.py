@@ -23,7 +23,6 @@ from attnkit.backends.hopper.gluon_api import (
     gluon,
     mbarrier,
     reciprocal,
-    rounded_to_bfloat16,
     square_root,
     tma_load,
 )
@@ -128,15 +127,6 @@ def free_before(step, empty, there, CONFIG: gl.constexpr):
     """
     slot = (step + CONFIG.stages - 1) % CONFIG.stages
     mbarrier.arrive(empty.index(slot), count=1, pred=there)
-
-
-@gluon.jit
-def numbers_of(codes, DTYPE: gl.constexpr):
-    """float8_e4m3fn codes as numbers of a 16-bit DTYPE, exactly."""
-    x = codes.to(gl.float8e4nv, bitcast=True).to(gl.float16)
-    if gl.bfloat16 == DTYPE:
-        x = rounded_to_bfloat16(x.to(gl.float32))
-    return x
 
 
 @gluon.jit

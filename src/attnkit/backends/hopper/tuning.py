@@ -85,6 +85,7 @@ def prefill_config(
         num_consumers=num_consumers,
         # A ring of two was 2 to 5 % slower for head size 128 (benchmarks/hopper-notes.md).
         q_stages=1,
+        q_in_registers=head_size == 64,
         turns=turns,
         split=split,
     )
@@ -174,6 +175,26 @@ MAX_LATENT_QUERY_LEN = 8
 key once for all queries."""
 
 
+CHOSEN_CACHE_DTYPES = (*CACHE_DTYPES, "fp8_ds_mla")
+"""Formats whose rows are gathered: of these too each has its scales in it."""
+
+CHOSEN_PAGE = 64
+"""Rows of a page of gathered ones: a block of the kernels over latents, in one box a strip."""
+
+MAX_CHOSEN_TOKENS = 64
+"""Queries whose rows are gathered at once."""
+
+MAX_CHOSEN_BYTES = 160 << 20
+"""Of memory for gathered rows; 64 queries of 2,048 take 144 MiB."""
+
+
+def chosen_tokens(size: int, num_tokens: int) -> int:
+    """Queries whose lists of `size` positions are gathered at once, in steps of up to `num_tokens`."""
+    bytes_of_list = -(-size // CHOSEN_PAGE) * CHOSEN_PAGE * 2 * sum(LATENT_SIZES[0])
+    room = MAX_CHOSEN_BYTES // max(1, bytes_of_list)
+    return max(1, min(MAX_CHOSEN_TOKENS, num_tokens, room))
+
+
 LATENT_SPARE = 6
 """Percent by which shares may grow to spare states: those of a piece, 128 KiB, take as long to write and
 read as three K/V tiles."""
@@ -197,9 +218,18 @@ def head_tiles(num_heads: int, *, coded: bool = False) -> int:
 
 @functools.cache
 def latent_config(
-    num_heads: int, page_size: int, tile_rows: int, *, lse: bool, coded: bool = False
+    num_heads: int,
+    page_size: int,
+    tile_rows: int,
+    *,
+    lse: bool,
+    coded: bool = False,
+    scaled: bool = False,
 ) -> LatentConfig:
     """Constants of the decode kernels over latents.
+
+    Args:
+        scaled: numbers count times the layer's scale, as codes always do.
 
     Two blocks of 64 keys take 144 KiB of shared memory, and Q 72 KiB where it has 64 rows. Of codes so
     do two of 128, for which Q is read half as often.
@@ -217,7 +247,7 @@ def latent_config(
         pack=1 << (group_size - 1).bit_length(),
         page_size=page_size,
         element_bytes=1 if coded else 2,
-        scaled=coded,
+        scaled=coded or scaled,
         block_n=block_n,
         rows=math.gcd(page_size, block_n),
         stages=4 if coded and block_n == 64 else 2,

@@ -11,6 +11,7 @@ sm_90 build by Triton 3.6 (`attnkit.conformance.compile` reports them).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -76,6 +77,7 @@ class DecodeConfig(KernelConfig):
 _Config = TypeVar("_Config", bound=KernelConfig)
 
 
+@functools.cache
 def attention_config(
     head_size: int, head_size_v: int, itemsize: int, kv_itemsize: int, gpu: Gpu
 ) -> KernelConfig:
@@ -121,6 +123,7 @@ def attention_config(
     return _fit(config, columns, columns + columns_v, itemsize, kv_itemsize, gpu)
 
 
+@functools.cache
 def decode_config(
     head_size: int, head_size_v: int, itemsize: int, kv_itemsize: int, rows: int, gpu: Gpu
 ) -> DecodeConfig:

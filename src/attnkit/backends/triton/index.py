@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from attnkit.backends.codes import bits_of, numbers
+from attnkit.backends.queries import seen_by_query
 from attnkit.backends.stored import Encoding
-from attnkit.backends.triton.mla_choose import seen_by_query
 from attnkit.backends.triton.tile import load_rows, offsets_of, pages_of
 from attnkit.backends.triton.write import encode_vectors, slots_of
 

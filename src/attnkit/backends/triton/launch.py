@@ -1,22 +1,24 @@
 """Launchers: check shapes and strides, choose constants and grid, start a kernel.
 
-In: tensors and an `AttentionVariant`. Out: launched kernels that write into `output`, `lse` or the
-cache. Nothing here waits for a device, and nothing knows of backends, builders and layers.
+In: tensors and an `AttentionVariant`. Out: launched kernels that write into `output` and `lse`. Nothing
+here waits for a device, and nothing knows of backends, builders and layers.
 
-Each `*_call` makes frozen `KernelCall`s without running anything, from tensors on any device ("meta"
-too), which is how every kernel can be compiled for a GPU that is not here.
+Each `*_call` makes a frozen `KernelCall` without running anything, from tensors on any device ("meta"
+too), which is how every kernel can be compiled for a GPU that is not here. `*_changes` are the arguments
+of such a call that differ from one step to the next (`repeat`), and `*_grid` its programs.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
 from attnkit.backends.kernel_call import KernelCall
-from attnkit.backends.stored import Encoding, Stored
+from attnkit.backends.stored import Encoding
 from attnkit.backends.triton.attention import attention_kernel
 from attnkit.backends.triton.configs import (
     HOPPER,
@@ -28,15 +30,15 @@ from attnkit.backends.triton.configs import (
     padded,
 )
 from attnkit.backends.triton.decode import decode_kernel
-from attnkit.backends.triton.interpreter import is_interpreting, repair_small_floats, shorten
 from attnkit.backends.triton.merge import merge_kernel
-from attnkit.backends.triton.operands import Operands, OutputCodes, Parts
-from attnkit.backends.triton.write import encode_kernel, write_kernel
+from attnkit.backends.triton.operands import (
+    Operands,
+    OutputCodes,
+    Parts,
+    StepTensors,
+    value_offset,
+)
 from attnkit.contract import AttentionVariant
-
-if is_interpreting():
-    repair_small_floats()
-    shorten()
 
 _NO_WINDOW = 1 << 30
 """From here on a window is longer than any request, and sums with it would leave int32."""
@@ -57,6 +59,41 @@ def gpu_of(device: torch.device) -> Gpu:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecodeWork:
+    """Which requests are decoded, and by how many programs each.
+
+    Attributes:
+        max_query_len: requests with more queries are left alone.
+        config: tile and segments.
+        num_splits: programs that share each request and KV head; changes no bit of the result.
+        parts: where they leave their states; None: only for num_splits 1.
+    """
+
+    max_query_len: int
+    config: DecodeConfig
+    num_splits: int = 1
+    parts: Parts | None = None
+
+    def __post_init__(self) -> None:
+        alone = self.num_splits == 1 or self.parts is not None
+        assert alone, f"{self.num_splits} splits need memory for their parts"
+
+    @property
+    def part_rows(self) -> int:
+        """Queries of a request that programs are started for."""
+        return self.max_query_len if self.parts is None else self.parts.part_rows
+
+    @property
+    def max_segments(self) -> int:
+        """Segments of a request, at most."""
+        return self.config.max_segments if self.parts is None else self.parts.max_segments
+
+    def query_tiles(self, group_tile: int) -> int:
+        """Tiles of a request's queries, `group_tile` heads in each."""
+        return -(-self.part_rows // (self.config.block_m // group_tile))
+
+
 def launch_attention(
     operands: Operands,
     variant: AttentionVariant,
@@ -65,7 +102,9 @@ def launch_attention(
     config: KernelConfig | None = None,
 ) -> None:
     """Attend for every request with at least `min_query_len` queries. See `attention_call`."""
-    attention_call(operands, variant, min_query_len=min_query_len, config=config).launch()
+    if config is None:
+        config = attention_config_of(operands)
+    attention_call(operands, variant, min_query_len, config).launch()
 
 
 def launch_decode(
@@ -77,31 +116,37 @@ def launch_decode(
     parts: Parts | None = None,
     config: DecodeConfig | None = None,
 ) -> None:
-    """Attend for every request with at most `max_query_len` queries. See `decode_calls`."""
-    for call in decode_calls(
-        operands,
-        variant,
-        max_query_len=max_query_len,
-        num_splits=num_splits,
-        parts=parts,
-        config=config,
-    ):
-        call.launch()
+    """Attend for every request with at most `max_query_len` queries. See `decode_call`, `merge_call`."""
+    if config is None:
+        config = decode_config(
+            operands.query.shape[-1],
+            operands.head_size_v,
+            operands.query.element_size(),
+            operands.stored.key.element_size(),
+            max_query_len * operands.group_size,
+            gpu_of(operands.query.device),
+        )
+    work = DecodeWork(
+        max_query_len=max_query_len, config=config, num_splits=num_splits, parts=parts
+    )
+    decode_call(operands, variant, work).launch()
+    if parts is not None:
+        merge_call(operands, variant, work).launch()
 
 
-def launch_write(
-    key: torch.Tensor, value: torch.Tensor, stored: Stored, slot_mapping: torch.Tensor
-) -> None:
-    """Write K and V to their slots. See `write_call`."""
-    write_call(key, value, stored, slot_mapping).launch()
+def attention_config_of(o: Operands) -> KernelConfig:
+    """Tile of the attention kernel over these."""
+    return attention_config(
+        o.query.shape[-1],
+        o.head_size_v,
+        o.query.element_size(),
+        o.stored.key.element_size(),
+        gpu_of(o.query.device),
+    )
 
 
 def attention_call(
-    operands: Operands,
-    variant: AttentionVariant,
-    *,
-    min_query_len: int = 1,
-    config: KernelConfig | None = None,
+    operands: Operands, variant: AttentionVariant, min_query_len: int, config: KernelConfig
 ) -> KernelCall:
     """The attention kernel over a batch.
 
@@ -109,271 +154,218 @@ def attention_call(
         operands: of the step; `query` has as many rows as the batch has tokens, or more.
         variant: score and mask, its tensors on the operands' device. `attn_type` is not looked at.
         min_query_len: requests with fewer queries are left alone.
-        config: instead of `attention_config`.
+        config: the tile.
     """
     o = operands
-    head_size, head_size_v = o.query.shape[-1], o.head_size_v
-    if config is None:
-        config = attention_config(
-            head_size,
-            head_size_v,
-            o.query.element_size(),
-            o.stored.key.element_size(),
-            gpu_of(o.query.device),
-        )
-    group_tile, head_tiles = _group_tiles(o.group_size, config.block_m)
-    block_q = config.block_m // group_tile
-    num_tiles = o.query.shape[0] // block_q + o.num_reqs
-    arguments = {
-        **_tensors(o, variant),
-        **_scalars(o, variant),
-        **_strides(o),
-        "num_reqs": o.num_reqs,
-        "min_query_len": min_query_len,
-        "GROUP_SIZE": o.group_size,
-        "GROUP_TILE": group_tile,
-        **_sizes(o),
-        **_codes(o),
-        **_shape_of_score(variant),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "SEARCH": 256,
-    }
+    group_tile, _ = _group_tiles(o.group_size, config.block_m)
     return KernelCall(
         kernel=attention_kernel,
-        grid=(num_tiles if o.num_reqs else 0, o.num_kv_heads * head_tiles),
-        arguments=arguments,
-        device=o.query.device,
-        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
-    )
-
-
-def decode_calls(
-    operands: Operands,
-    variant: AttentionVariant,
-    *,
-    max_query_len: int,
-    num_splits: int = 1,
-    parts: Parts | None = None,
-    config: DecodeConfig | None = None,
-) -> tuple[KernelCall, ...]:
-    """The decode kernel over a batch, and the merge of its parts if requests are shared.
-
-    Args:
-        operands: of the step, over pages.
-        variant: score and mask, its tensors on the operands' device. `attn_type` is not looked at.
-        max_query_len: requests with more queries are left alone.
-        num_splits: programs that share each request and KV head; changes no bit of the result.
-        parts: where they leave their states; None: only for num_splits 1.
-        config: instead of `decode_config`.
-    """
-    o = operands
-    assert o.block_table is not None, "decoding reads pages"
-    assert num_splits == 1 or parts is not None, f"{num_splits} splits need memory for their parts"
-    head_size, head_size_v = o.query.shape[-1], o.head_size_v
-    if config is None:
-        config = decode_config(
-            head_size,
-            head_size_v,
-            o.query.element_size(),
-            o.stored.key.element_size(),
-            max_query_len * o.group_size,
-            gpu_of(o.query.device),
-        )
-    group_tile, head_tiles = _group_tiles(o.group_size, config.block_m)
-    block_q = config.block_m // group_tile
-    part_rows = max_query_len if parts is None else parts.part_rows
-    query_tiles = triton.cdiv(part_rows, block_q)
-    max_segments = config.max_segments if parts is None else parts.max_segments
-    segments = {
-        "max_query_len": max_query_len,
-        "max_segments": max_segments,
-        "part_rows": part_rows,
-        "BLOCK_N": config.block_n,
-        "SEGMENT": config.segment,
-        "part_acc_ptr": None if parts is None else parts.acc,
-        "part_top_ptr": None if parts is None else parts.top,
-        "part_total_ptr": None if parts is None else parts.total,
-    }
-    common = {**_tensors(o, variant), **_scalars(o, variant), **_strides(o), **_sizes(o)}
-    score = _shape_of_score(variant)
-    decode = KernelCall(
-        kernel=decode_kernel,
-        grid=(o.num_reqs * query_tiles * o.num_kv_heads * head_tiles * num_splits,),
+        grid=attention_grid(o, o.num_tokens, o.num_kv_heads, config),
         arguments={
-            **common,
-            **segments,
-            **score,
+            **attention_changes(o, variant, min_query_len),
+            **key_changes(o.stored.key, o.stored.value),
+            **_of_layer(o, variant),
+            **_sizes(o),
             **_codes(o),
-            "query_tiles": query_tiles,
-            "num_splits": num_splits,
-            "NUM_KV_HEADS": o.num_kv_heads,
+            **_shape_of_score(variant),
             "GROUP_SIZE": o.group_size,
             "GROUP_TILE": group_tile,
             "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "SEARCH": 256,
         },
         device=o.query.device,
         options={"num_warps": config.num_warps, "num_stages": config.num_stages},
     )
-    if parts is None:
-        return (decode,)
+
+
+def attention_grid(
+    step: StepTensors, num_tokens: int, num_kv_heads: int, config: KernelConfig
+) -> tuple[int, int]:
+    """Programs of the attention kernel: for each tile of queries, and each of a KV head's heads."""
+    group_size = step.query.shape[1] // num_kv_heads
+    group_tile, head_tiles = _group_tiles(group_size, config.block_m)
+    num_tiles = num_tokens // (config.block_m // group_tile) + step.num_reqs
+    return (num_tiles if step.num_reqs else 0), num_kv_heads * head_tiles
+
+
+def attention_changes(
+    step: StepTensors, variant: AttentionVariant, min_query_len: int
+) -> dict[str, Any]:
+    """Arguments of `attention_call` over pages that differ from one step to the next."""
+    return {
+        **_of_step(step, variant),
+        "table_ptr": step.block_table,
+        "tree_ptr": step.tree,
+        "table_stride": 0 if step.block_table is None else step.block_table.stride(0),
+        "num_reqs": step.num_reqs,
+        "min_query_len": min_query_len,
+    }
+
+
+def key_changes(key: torch.Tensor, value: torch.Tensor) -> dict[str, Any]:
+    """Those more that differ where keys are not in pages but in the step."""
+    in_row = value_offset(key, value) is not None
+    return {"k_ptr": key, "v_ptr": None if in_row else value}
+
+
+def decode_call(operands: Operands, variant: AttentionVariant, work: DecodeWork) -> KernelCall:
+    """The decode kernel over a batch.
+
+    Args:
+        operands: of the step, over pages.
+        variant: score and mask, its tensors on the operands' device. `attn_type` is not looked at.
+        work: if it has parts, the output is that of `merge_call`, which is to follow.
+    """
+    o, config = operands, work.config
+    assert o.block_table is not None, "decoding reads pages"
+    group_tile, _ = _group_tiles(o.group_size, config.block_m)
+    return KernelCall(
+        kernel=decode_kernel,
+        grid=decode_grid(o, o.num_kv_heads, work),
+        arguments={
+            **decode_changes(o, variant, o.num_kv_heads, work),
+            **key_changes(o.stored.key, o.stored.value),
+            **_of_layer(o, variant),
+            **_sizes(o),
+            **_codes(o),
+            **_shape_of_score(variant),
+            "NUM_KV_HEADS": o.num_kv_heads,
+            "GROUP_SIZE": o.group_size,
+            "GROUP_TILE": group_tile,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "SEGMENT": config.segment,
+        },
+        device=o.query.device,
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )
+
+
+def decode_grid(step: StepTensors, num_kv_heads: int, work: DecodeWork) -> tuple[int]:
+    """Programs of the decode kernel."""
+    group_size = step.query.shape[1] // num_kv_heads
+    group_tile, head_tiles = _group_tiles(group_size, work.config.block_m)
+    tiles = work.query_tiles(group_tile) * num_kv_heads * head_tiles
+    return (step.num_reqs * tiles * work.num_splits,)
+
+
+def decode_changes(
+    step: StepTensors, variant: AttentionVariant, num_kv_heads: int, work: DecodeWork
+) -> dict[str, Any]:
+    """Arguments of `decode_call` that differ from one step to the next."""
+    group_tile, _ = _group_tiles(step.query.shape[1] // num_kv_heads, work.config.block_m)
+    assert step.block_table is not None
+    return {
+        **_of_step(step, variant),
+        **_of_parts(work),
+        "table_ptr": step.block_table,
+        "tree_ptr": step.tree,
+        "table_stride": step.block_table.stride(0),
+        "query_tiles": work.query_tiles(group_tile),
+        "num_splits": work.num_splits,
+    }
+
+
+def merge_call(operands: Operands, variant: AttentionVariant, work: DecodeWork) -> KernelCall:
+    """The merge of the parts that `decode_call` left.
+
+    Args:
+        operands, variant, work: of that call.
+    """
+    o, config = operands, work.config
+    of_layer = _of_layer(o, variant)
     names = (
-        "q_ptr",
-        "out_ptr",
-        "out_scale_ptr",
-        "out_block_scales_ptr",
-        "lse_ptr",
         "k_scale_ptr",
         "v_scale_ptr",
-        "query_start_loc_ptr",
-        "kv_lens_ptr",
-        "causal_ptr",
-        "spans_ptr",
-        "prefix_lens_ptr",
         "sinks_ptr",
-        "causal",
         "window",
         "scale",
         "out_stride_token",
         "out_stride_head",
         "lse_stride_token",
-        "HEAD_SIZE_V",
-        "BLOCK_DV",
-        "OUT_ENCODING",
-        "OUT_UNIT",
     )
-    merge = KernelCall(
+    sizes = _sizes(o)
+    group_tile, _ = _group_tiles(o.group_size, config.block_m)
+    return KernelCall(
         kernel=merge_kernel,
-        grid=(o.num_reqs * part_rows * o.query.shape[1],),
+        grid=merge_grid(o, work),
         arguments={
-            **{name: common[name] for name in names},
-            **segments,
+            **merge_changes(o, variant, work),
+            **{name: of_layer[name] for name in names},
+            **{
+                name: sizes[name]
+                for name in ("HEAD_SIZE_V", "BLOCK_DV", "OUT_ENCODING", "OUT_UNIT")
+            },
             "NUM_HEADS": o.query.shape[1],
             "GROUP_SIZE": o.group_size,
             "PER_HEAD": o.stored.is_scaled_per_head,
-            "BLOCK_Q": block_q,
+            "BLOCK_Q": config.block_m // group_tile,
             "BLOCK_M": config.block_m,
-            "LINEAR": score["LINEAR"],
+            "BLOCK_N": config.block_n,
+            "SEGMENT": config.segment,
+            "LINEAR": _shape_of_score(variant)["LINEAR"],
             # Eight parts of 512 bytes keep a warp's loads in flight without costing occupancy.
             "UNROLL": 8,
         },
         device=o.query.device,
-        options={"num_warps": 1 if head_size_v <= 128 else 4, "num_stages": 1},
+        options={"num_warps": 1 if o.head_size_v <= 128 else 4, "num_stages": 1},
     )
-    return decode, merge
 
 
-def write_call(
-    key: torch.Tensor, value: torch.Tensor, stored: Stored, slot_mapping: torch.Tensor
-) -> KernelCall:
-    """The write of a step's tokens: copied where the cache holds numbers, else encoded.
+def merge_grid(step: StepTensors, work: DecodeWork) -> tuple[int]:
+    """Programs of the merge kernel: one for each query and head."""
+    return (step.num_reqs * work.part_rows * step.query.shape[1],)
 
-    Args:
-        key: (at least T, num_kv_heads, head_size), last stride 1.
-        value: (at least T, num_kv_heads, head_size_v), likewise.
-        stored: the cache.
-        slot_mapping: int64 or int32 (T,); -1 writes nothing.
-    """
-    for name, x in (("key", key), ("value", value), ("key_cache", stored.key)):
-        assert x.stride(-1) == 1 or x.shape[-1] == 1, f"{name} has last stride {x.stride(-1)}"
-    num_tokens, block_t = slot_mapping.shape[0], 16
-    head_size, head_size_v = key.shape[-1], value.shape[-1]
-    kernel, places, codes = write_kernel, stored.places, {}
-    k, v = stored.key, stored.value
-    if stored.encoding is not Encoding.NONE:
-        kernel, k, v = encode_kernel, k.view(torch.uint8), v.view(torch.uint8)
-        codes = {
-            "k_scales_ptr": stored.k_scales,
-            "v_scales_ptr": stored.v_scales,
-            "k_scale_ptr": stored.k_scale,
-            "v_scale_ptr": stored.v_scale,
-            "ENCODING": int(stored.encoding),
-            "UNIT": stored.unit,
-            "PER_HEAD": stored.is_scaled_per_head,
-        }
-    return KernelCall(
-        kernel=kernel,
-        grid=(triton.cdiv(num_tokens, block_t), key.shape[1]),
-        arguments={
-            "key_ptr": key,
-            "value_ptr": value,
-            "k_ptr": k,
-            "v_ptr": v,
-            "slot_mapping_ptr": slot_mapping,
-            "num_tokens": num_tokens,
-            "key_stride_token": key.stride(0),
-            "key_stride_head": key.stride(1),
-            "value_stride_token": value.stride(0),
-            "value_stride_head": value.stride(1),
-            "k_stride_page": places[0].stride(0),
-            "k_stride_row": places[0].stride(2),
-            "k_stride_head": places[0].stride(1),
-            "v_stride_page": places[1].stride(0),
-            "v_stride_row": places[1].stride(2),
-            "v_stride_head": places[1].stride(1),
-            "HEAD_SIZE": head_size,
-            "HEAD_SIZE_V": head_size_v,
-            "BLOCK_D": padded(head_size),
-            "BLOCK_DV": padded(head_size_v),
-            "PAGE_SIZE": stored.key.shape[2],
-            "BLOCK_T": block_t,
-            **codes,
-        },
-        device=key.device,
-        options={"num_warps": 4, "num_stages": 1},
-    )
+
+def merge_changes(step: StepTensors, variant: AttentionVariant, work: DecodeWork) -> dict[str, Any]:
+    """Arguments of `merge_call` that differ from one step to the next."""
+    return {**_of_step(step, variant), **_of_parts(work)}
 
 
 def _group_tiles(group_size: int, block_m: int) -> tuple[int, int]:
     """(heads in a tile, tiles that a group needs); groups larger than a tile are cut evenly."""
-    num_tiles = triton.cdiv(group_size, block_m)
-    return triton.cdiv(group_size, num_tiles), num_tiles
+    num_tiles = -(-group_size // block_m)
+    return -(-group_size // num_tiles), num_tiles
 
 
-def _tensors(o: Operands, variant: AttentionVariant) -> dict[str, torch.Tensor | None]:
-    written, codes = o.output, None
+def _of_step(step: StepTensors, variant: AttentionVariant) -> dict[str, Any]:
+    """What differs from one step to the next for every kernel."""
+    written, codes = step.output, None
     if isinstance(written, OutputCodes):
         written, codes = written.codes, written
+    causal = step.causal
+    is_flagged = isinstance(causal, torch.Tensor)
     return {
-        "q_ptr": o.query,
-        "k_ptr": o.stored.key,
-        "v_ptr": o.stored.value if o.value_offset is None else None,
-        "k_scales_ptr": o.stored.k_scales,
-        "v_scales_ptr": o.stored.v_scales,
-        "k_scale_ptr": o.stored.k_scale,
-        "v_scale_ptr": o.stored.v_scale,
+        "q_ptr": step.query,
         "out_ptr": written,
         "out_scale_ptr": None if codes is None else codes.scale,
         "out_block_scales_ptr": None if codes is None else codes.block_scales,
-        "lse_ptr": o.lse,
-        "query_start_loc_ptr": o.query_start_loc,
-        "kv_lens_ptr": o.kv_lens,
-        "table_ptr": o.block_table,
-        "causal_ptr": o.causal if isinstance(o.causal, torch.Tensor) else None,
-        "spans_ptr": o.spans,
+        "lse_ptr": step.lse,
+        "query_start_loc_ptr": step.query_start_loc,
+        "kv_lens_ptr": step.kv_lens,
+        "causal_ptr": causal if is_flagged else None,
+        "spans_ptr": step.spans,
         # Without a window there is nothing that a prefix could be an exception to.
-        "prefix_lens_ptr": None if _window(variant) is None else o.prefix_lens,
-        "tree_ptr": o.tree,
-        "slopes_ptr": variant.alibi_slopes,
-        "sinks_ptr": variant.sinks,
+        "prefix_lens_ptr": None if _window(variant) is None else step.prefix_lens,
+        "causal": 1 if is_flagged else int(causal),
     }
 
 
-def _scalars(o: Operands, variant: AttentionVariant) -> dict[str, float | None]:
+def _of_parts(work: DecodeWork) -> dict[str, Any]:
+    parts = work.parts
     return {
-        "causal": 1 if isinstance(o.causal, torch.Tensor) else int(o.causal),
-        "window": _window(variant),
-        "scale": variant.scale,
-        "soft_cap": variant.logits_soft_cap,
+        "part_acc_ptr": None if parts is None else parts.acc,
+        "part_top_ptr": None if parts is None else parts.top,
+        "part_total_ptr": None if parts is None else parts.total,
+        "max_query_len": work.max_query_len,
+        "max_segments": work.max_segments,
+        "part_rows": work.part_rows,
     }
 
 
-def _window(variant: AttentionVariant) -> int | None:
-    window = variant.sliding_window
-    return None if window is None or window >= _NO_WINDOW else window
-
-
-def _strides(o: Operands) -> dict[str, int]:
+def _of_layer(o: Operands, variant: AttentionVariant) -> dict[str, Any]:
+    """What a layer has in every step, and strides."""
     paged = o.block_table is not None
     rows = 2 if paged else 0
     key, value = o.stored.places
@@ -382,6 +374,15 @@ def _strides(o: Operands) -> dict[str, int]:
     else:
         out_strides = o.output.stride()
     return {
+        "k_scales_ptr": o.stored.k_scales,
+        "v_scales_ptr": o.stored.v_scales,
+        "k_scale_ptr": o.stored.k_scale,
+        "v_scale_ptr": o.stored.v_scale,
+        "slopes_ptr": variant.alibi_slopes,
+        "sinks_ptr": variant.sinks,
+        "window": _window(variant),
+        "scale": variant.scale,
+        "soft_cap": variant.logits_soft_cap,
         "q_stride_token": o.query.stride(0),
         "q_stride_head": o.query.stride(1),
         "k_stride_page": key.stride(0) if paged else 0,
@@ -393,8 +394,12 @@ def _strides(o: Operands) -> dict[str, int]:
         "out_stride_token": out_strides[0],
         "out_stride_head": out_strides[1],
         "lse_stride_token": 0 if o.lse is None else o.lse.stride(0),
-        "table_stride": 0 if o.block_table is None else o.block_table.stride(0),
     }
+
+
+def _window(variant: AttentionVariant) -> int | None:
+    window = variant.sliding_window
+    return None if window is None or window >= _NO_WINDOW else window
 
 
 def _sizes(o: Operands) -> dict[str, int]:

@@ -70,6 +70,10 @@ class TritonMLAMetadataBuilder(MLAMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._workspace = Workspace(torch.device(device))
 
+    @classmethod
+    def get_plan_cls(cls) -> type[TritonMLAMetadata]:
+        return TritonMLAMetadata
+
     def build(
         self,
         common_prefix_len: int,
@@ -168,7 +172,7 @@ class TritonMLAImpl(LatentImpl[TritonMLAMetadata]):
         """Write this step's rows; slot -1 writes nothing."""
         if kv_cache.numel() == 0:
             return
-        from attnkit.backends.triton import launch, mla_launch
+        from attnkit.backends.triton import cache_launch, launch, mla_launch
 
         d, slots = self.layer.dimensions, slot_mapping.flatten()
         if self.layer.is_tiled:
@@ -184,7 +188,7 @@ class TritonMLAImpl(LatentImpl[TritonMLAMetadata]):
             k_scale,
             has_e4m3=launch.gpu_of(kv_cache.device).has_e4m3,
         )
-        launch.launch_write(rows_of(kv_c_normed)[:, None], rows_of(k_pe), stored, slots)
+        cache_launch.launch_write(rows_of(kv_c_normed)[:, None], rows_of(k_pe), stored, slots)
 
     def forward_mqa(
         self,

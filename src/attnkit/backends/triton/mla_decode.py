@@ -15,7 +15,7 @@ no second one to make the number of programs invisible in the bits.
 import triton
 import triton.language as tl
 
-from attnkit.backends.codes import numbers
+from attnkit.backends.codes import TILE, numbers, with_tile_scales
 from attnkit.backends.triton.segments import segment_len_of
 from attnkit.backends.triton.tile import (
     finish,
@@ -25,18 +25,6 @@ from attnkit.backends.triton.tile import (
     pages_of,
     tile_rows,
 )
-
-TILE = tl.constexpr(128)
-"""Numbers of a latent that share a scale beside them."""
-
-
-@triton.jit
-def with_tile_scales(x, scales, DTYPE: tl.constexpr):
-    """(N, SIZE) numbers times (N, SIZE / TILE) float32 scales."""
-    rows: tl.constexpr = x.shape[0]
-    size: tl.constexpr = x.shape[1]
-    tiles = tl.reshape(x.to(tl.float32), [rows, size // TILE, TILE]) * scales[:, :, None]
-    return tl.reshape(tiles, [rows, size]).to(DTYPE)
 
 
 @triton.jit(

@@ -12,6 +12,7 @@ import triton
 from attnkit.backends.kernel_call import KernelCall
 from attnkit.backends.stored import Encoding
 from attnkit.backends.triton.configs import DecodeConfig, padded
+from attnkit.backends.triton.interpreter import is_interpreting, repair_small_floats
 from attnkit.backends.triton.merge import merge_kernel
 from attnkit.backends.triton.mla_choose import choose_rows_kernel
 from attnkit.backends.triton.mla_decode import mla_decode_kernel
@@ -20,6 +21,9 @@ from attnkit.backends.triton.mla_write import tiled_write_kernel
 from attnkit.backends.triton.operands import Parts
 from attnkit.kvcache.codecs import FP8_TILE
 from attnkit.mla.plan import DecodePart
+
+if is_interpreting():
+    repair_small_floats()
 
 
 def launch_mla_decode(

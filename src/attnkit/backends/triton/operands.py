@@ -1,5 +1,5 @@
-"""Operands: the tensors of one attention step; OutputCodes: how its output is written as codes; Parts:
-memory for the states of split requests.
+"""StepTensors: what is new in an attention step; Operands: these over keys and values; OutputCodes: how
+an output is written as codes; Parts: memory for the states of split requests.
 
 In: tensors from whoever has them. Out: the same, checked against each other, with the counts that follow
 from their shapes. Host code; does not need Triton.
@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from attnkit.backends.repeat import kind_of
 from attnkit.backends.stored import Codes, Encoding, Stored
 from attnkit.contract import QuantKey
 from attnkit.output_quant import OUTPUT_KEYS, QuantizedOutput
@@ -42,6 +43,11 @@ class OutputCodes:
         group = key.scale.group_shape.col
         return key in OUTPUT_KEYS and (group < 0 or head_size_v % group == 0)
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What compiled kernels depend on."""
+        return self.encoding, self.unit, *kind_of(self.codes, self.scale, self.block_scales)
+
     @classmethod
     def of(cls, quantized: QuantizedOutput, num_heads: int, num_tokens: int) -> OutputCodes:
         """Views of the first rows of an output whose key `are_supported`."""
@@ -62,13 +68,11 @@ class OutputCodes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Operands:
-    """What attention reads and writes. R requests, T tokens.
+class StepTensors:
+    """What attention reads and writes beside keys and values. R requests, T tokens.
 
     Attributes:
         query: (T, num_heads, head_size).
-        stored: K and V: pages (num_blocks, num_kv_heads, block_size, ...), any strides but 1 for the
-            last; without a block table numbers (T, num_kv_heads, size).
         output: (T, num_heads, head_size_v), numbers or codes of them.
         lse: float32 (T, num_heads); None: not wanted.
         query_start_loc: int32 (R + 1,).
@@ -84,7 +88,6 @@ class Operands:
     """
 
     query: torch.Tensor
-    stored: Stored
     output: torch.Tensor | OutputCodes
     lse: torch.Tensor | None
     query_start_loc: torch.Tensor
@@ -95,13 +98,74 @@ class Operands:
     prefix_lens: torch.Tensor | None = None
     tree: torch.Tensor | None = None
 
+    @property
+    def num_reqs(self) -> int:
+        """Requests, padding rows included."""
+        return self.kv_lens.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the step."""
+        return self.query.shape[0]
+
+    @property
+    def head_size_v(self) -> int:
+        """Numbers of a head of the output."""
+        out = self.output
+        if isinstance(out, OutputCodes):
+            return out.codes.shape[-1] * (2 if out.encoding is Encoding.NVFP4 else 1)
+        return out.shape[-1]
+
+    def over(self, stored: Stored, num_tokens: int) -> Operands:
+        """The first rows of these over keys and values, checked."""
+        return Operands(
+            query=self.query[:num_tokens],
+            stored=stored,
+            output=self.output
+            if isinstance(self.output, OutputCodes)
+            else self.output[:num_tokens],
+            lse=self.lse,
+            query_start_loc=self.query_start_loc,
+            kv_lens=self.kv_lens,
+            block_table=self.block_table,
+            causal=self.causal,
+            spans=self.spans,
+            prefix_lens=self.prefix_lens,
+            tree=self.tree,
+        )
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What compiled kernels depend on of all these (`repeat`)."""
+        out, causal = self.output, self.causal
+        written = out.kind if isinstance(out, OutputCodes) else kind_of(out)
+        flags = causal if isinstance(causal, torch.Tensor) else None
+        of_batch = (self.query_start_loc, self.kv_lens, self.block_table, flags)
+        beside = (self.spans, self.prefix_lens, self.tree)
+        return (
+            kind_of(self.query, self.lse),
+            written,
+            # Kernels do not look at the alignment of these.
+            *(None if x is None else x.dtype for x in of_batch),
+            *(None if x is None else (x.dtype, x.stride()) for x in beside),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Operands(StepTensors):
+    """What attention reads and writes.
+
+    Attributes:
+        stored: K and V: pages (num_blocks, num_kv_heads, block_size, ...), any strides but 1 for the
+            last; without a block table numbers (T, num_kv_heads, size).
+    """
+
+    stored: Stored
+
     def __post_init__(self) -> None:
         q, lse = self.query, self.lse
         k, v = self.stored.key, self.stored.value
-        out, size = self.output, self.head_size_v
-        if isinstance(out, OutputCodes):
-            size //= 2 if out.encoding is Encoding.NVFP4 else 1
-            out = out.codes
+        out = self.output.codes if isinstance(self.output, OutputCodes) else self.output
         ndim = 3 if self.block_table is None else 4
         assert k.dim() == v.dim() == ndim, f"key {k.shape} and value {v.shape} are not {ndim}-d"
         assert k.shape[:-1] == v.shape[:-1], f"key {k.shape} does not fit value {v.shape}"
@@ -109,7 +173,9 @@ class Operands:
             f"query {q.shape} does not fit key {k.shape}"
         )
         assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads over {k.shape[1]} KV heads"
-        assert out.shape == (*q.shape[:2], size), f"output is {out.shape}"
+        size = v.shape[-1] * self._per_element
+        is_fit = out.shape[:-1] == q.shape[:2] and self.head_size_v == size
+        assert is_fit, f"output {out.shape} does not fit query {q.shape} and values of {size}"
         for name, x in (("query", q), ("key", k), ("value", v), ("output", out)):
             assert x.stride(-1) == 1 or x.shape[-1] == 1, f"{name} has last stride {x.stride(-1)}"
         assert lse is None or (lse.shape == q.shape[:2] and lse.dtype == torch.float32), lse
@@ -121,19 +187,9 @@ class Operands:
         assert tree is None or (tree.dtype == torch.int64 and tree.is_contiguous()), tree
 
     @property
-    def num_reqs(self) -> int:
-        """Requests, padding rows included."""
-        return self.kv_lens.shape[0]
-
-    @property
     def _per_element(self) -> int:
         """Numbers in an element of K and V."""
         return 2 if self.stored.codes in (Codes.INT4, Codes.NVFP4) else 1
-
-    @property
-    def head_size_v(self) -> int:
-        """Numbers of a head of the output."""
-        return self.stored.value.shape[-1] * self._per_element
 
     @property
     def num_kv_heads(self) -> int:
@@ -147,19 +203,23 @@ class Operands:
 
     @property
     def value_offset(self) -> int | None:
-        """Elements from each key to its value, where both stand in one row as in a layer's cache."""
-        key, value = self.stored.key, self.stored.value
-        offset = value.storage_offset() - key.storage_offset()
-        in_row = (
-            key.stride() == value.stride()
-            and key.untyped_storage()._cdata == value.untyped_storage()._cdata
-            and 0 < offset < key.stride(-2)
-        )
-        return int(offset) if in_row else None
+        """Of the stored keys and values."""
+        return value_offset(self.stored.key, self.stored.value)
+
+
+def value_offset(key: torch.Tensor, value: torch.Tensor) -> int | None:
+    """Elements from each key to its value, where both stand in one row as in a layer's cache."""
+    offset = value.storage_offset() - key.storage_offset()
+    in_row = (
+        key.stride() == value.stride()
+        and key.untyped_storage()._cdata == value.untyped_storage()._cdata
+        and 0 < offset < key.stride(-2)
+    )
+    return int(offset) if in_row else None
 
 
 class SplitOperands(Protocol):
-    """What the memory for parts depends on."""
+    """What the memory for parts depends on: `StepTensors`, or those over latents."""
 
     @property
     def query(self) -> torch.Tensor: ...
@@ -190,8 +250,8 @@ class Parts:
     @staticmethod
     def numel(operands: SplitOperands, part_rows: int, max_segments: int) -> int:
         """float32 elements that `of` needs."""
-        rows = operands.num_reqs * part_rows * operands.query.shape[1]
-        return rows * max_segments * (operands.head_size_v + 2)
+        num_parts = operands.num_reqs * part_rows * operands.query.shape[1] * max_segments
+        return num_parts * operands.head_size_v + 2 * _aligned(num_parts)
 
     @classmethod
     def of(
@@ -199,11 +259,17 @@ class Parts:
     ) -> Parts:
         """Lay the three out in float32 memory of at least `numel` elements."""
         num_parts = operands.num_reqs * part_rows * operands.query.shape[1] * max_segments
-        num_acc = num_parts * operands.head_size_v
+        first = num_parts * operands.head_size_v
+        second = first + _aligned(num_parts)
         return cls(
-            acc=memory[:num_acc],
-            top=memory[num_acc : num_acc + num_parts],
-            total=memory[num_acc + num_parts : num_acc + 2 * num_parts],
+            acc=memory[:first],
+            top=memory[first : first + num_parts],
+            total=memory[second : second + num_parts],
             part_rows=part_rows,
             max_segments=max_segments,
         )
+
+
+def _aligned(num_parts: int) -> int:
+    """Numbers up to the next multiple of 16 bytes: kernels are compiled anew for another alignment."""
+    return -(-num_parts // 4) * 4

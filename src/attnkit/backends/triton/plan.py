@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from attnkit.backends.triton.operands import Parts, SplitOperands
 from attnkit.contract import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
@@ -33,12 +34,23 @@ class Workspace:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: list[torch.Tensor] = []
+        self._parts: tuple[tuple[int, ...], Parts | None] = ((), None)
 
     def reserve(self, numel: int) -> torch.Tensor:
         """At least `numel` elements, the same ones as long as they suffice; contents are undefined."""
         if not self._memory or self._memory[-1].numel() < numel:
             self._memory.append(torch.empty(numel, dtype=torch.float32, device=self._device))
         return self._memory[-1]
+
+    def parts(self, step: SplitOperands, part_rows: int, max_segments: int) -> Parts:
+        """Parts of these sizes, the same ones as long as layers ask alike."""
+        shape = (step.num_reqs, part_rows, step.query.shape[1], max_segments, step.head_size_v)
+        known_shape, parts = self._parts
+        if parts is None or shape != known_shape:
+            memory = self.reserve(Parts.numel(step, part_rows, max_segments))
+            parts = Parts.of(memory, step, part_rows, max_segments)
+            self._parts = (shape, parts)
+        return parts
 
 
 # Neither frozen nor with slots: engines' wrappers subclass plans and assign their slot_mapping.
@@ -52,6 +64,7 @@ class TritonMetadata:
         kv_lens: int32 (R,), keys in the cache: `seq_lens`, or the encoder's for cross attention.
         block_table: int32 (R, W).
         block_size: tokens in a page, as the batch says it; None: it does not.
+        views: what wrappers made of the batch, outermost first.
         slot_mapping: int64 (T,).
         causal: of all requests, or bool (R,).
         spans: int32 (T, 2), keys that a token sees beside its layer's mask (`mm_token_spans`).
@@ -71,6 +84,7 @@ class TritonMetadata:
     kv_lens: torch.Tensor
     block_table: torch.Tensor
     block_size: int | None
+    views: tuple[str, ...]
     slot_mapping: torch.Tensor
     causal: bool | torch.Tensor
     spans: torch.Tensor | None
@@ -122,6 +136,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             kv_lens=kv_lens,
             block_table=batch.block_table_tensor,
             block_size=batch.block_size,
+            views=self.views_of(batch),
             slot_mapping=batch.slot_mapping,
             causal=batch.causal,
             spans=batch.mm_token_spans(),

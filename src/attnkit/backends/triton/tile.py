@@ -18,6 +18,11 @@ import triton
 import triton.language as tl
 
 from attnkit.backends.codes import BLOCK, INT4, NVFP4, numbers, with_block_scales
+from attnkit.backends.triton.interpreter import is_interpreting, repair_small_floats, shorten
+
+if is_interpreting():  # Here, since every kernel with floats in it has parts of this file.
+    repair_small_floats()
+    shorten()
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)

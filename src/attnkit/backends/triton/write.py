@@ -1,7 +1,7 @@
 """The cache write kernels: K and V of new tokens to the slots of their pages, copied or encoded.
 
 In: packed keys and values and the slot of each token. Out: the cache; slot -1 writes nothing. Device
-code; `launch.launch_write` starts them.
+code; `cache_launch.launch_write` starts them.
 """
 
 # The types of device code are Triton's: a literal is a constexpr, a range may hold tensors.

@@ -9,7 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnkit.contract import AttentionMetadataBuilder, KVCacheSpec
+from attnkit.contract import (
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    KVCacheSpec,
+)
 
 
 class WrappingBuilder(AttentionMetadataBuilder[Any]):
@@ -35,6 +39,19 @@ class WrappingBuilder(AttentionMetadataBuilder[Any]):
             ConfigurationError: layers that keep this cannot be wrapped so.
         """
         return kv_cache_spec
+
+    @classmethod
+    def view_of(cls, kv_cache_spec: KVCacheSpec) -> str:
+        """What it shows the wrapped builder, as errors call it."""
+        raise NotImplementedError
+
+    @classmethod
+    def get_views(cls, kv_cache_spec: KVCacheSpec) -> tuple[str, ...]:
+        return cls.view_of(kv_cache_spec), *cls.inner_cls.get_views(kv_cache_spec)
+
+    def shown(self, batch: CommonAttentionMetadata, **changes: Any) -> CommonAttentionMetadata:
+        """The batch that the wrapped builder sees."""
+        return batch.replace(views=(*batch.views, self.view_of(self.kv_cache_spec)), **changes)
 
     @classmethod
     def get_plan_cls(cls) -> type | None:

@@ -63,6 +63,11 @@ class ChunkedLocalBuilder(WrappingBuilder):
         self._chunk_size = kv_cache_spec.attention_chunk_size
         return kv_cache_spec
 
+    @classmethod
+    def view_of(cls, kv_cache_spec: KVCacheSpec) -> str:
+        assert isinstance(kv_cache_spec, ChunkedLocalAttentionSpec), kv_cache_spec
+        return f"chunks of {kv_cache_spec.attention_chunk_size} tokens"
+
     def build(
         self,
         common_prefix_len: int,
@@ -75,7 +80,7 @@ class ChunkedLocalBuilder(WrappingBuilder):
             BatchError: as `virtual_batch`.
         """
         batch = virtual_batch(common_attn_metadata, self._chunk_size, self.kv_cache_spec.block_size)
-        return self.inner.build(0, batch, fast_build)
+        return self.inner.build(0, self.shown(batch), fast_build)
 
 
 def check_chunk_size(chunk_size: int, block_size: int) -> None:

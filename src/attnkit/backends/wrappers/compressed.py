@@ -80,6 +80,11 @@ class CompressedBuilder(WrappingBuilder):
         self._tokens_per_state = kv_cache_spec.tokens_per_state
         return replace(kv_cache_spec, block_size=kv_cache_spec.num_states, tokens_per_state=1)
 
+    @classmethod
+    def view_of(cls, kv_cache_spec: KVCacheSpec) -> str:
+        assert isinstance(kv_cache_spec, AttentionSpec), kv_cache_spec
+        return f"states of {kv_cache_spec.tokens_per_state} tokens"
+
     def build(
         self,
         common_prefix_len: int,
@@ -91,7 +96,7 @@ class CompressedBuilder(WrappingBuilder):
         Raises:
             BatchError: as `batch_of_states`.
         """
-        batch = batch_of_states(common_attn_metadata, self._tokens_per_state)
+        batch = self.shown(batch_of_states(common_attn_metadata, self._tokens_per_state))
         kept = self._captured.get(batch.num_reqs)
         if kept is not None and _is_wide_enough(kept, batch):
             batch = _moved(batch, kept)
@@ -99,7 +104,7 @@ class CompressedBuilder(WrappingBuilder):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         """Plan for every batch of decodes of as many tokens; what it is made of stays where it is."""
-        batch = batch_of_states(common_attn_metadata, self._tokens_per_state)
+        batch = self.shown(batch_of_states(common_attn_metadata, self._tokens_per_state))
         kept = self._captured.get(batch.num_reqs)
         if kept is None or not _is_wide_enough(kept, batch):
             kept = self._captured[batch.num_reqs] = batch

@@ -77,6 +77,14 @@ class CrossAttentionBuilder(WrappingBuilder):
     def inner_spec(self, kv_cache_spec: KVCacheSpec) -> KVCacheSpec:
         return as_decoder(kv_cache_spec)
 
+    @classmethod
+    def get_views(cls, kv_cache_spec: KVCacheSpec) -> tuple[str, ...]:
+        return cls.view_of(kv_cache_spec), *cls.inner_cls.get_views(as_decoder(kv_cache_spec))
+
+    @classmethod
+    def view_of(cls, kv_cache_spec: KVCacheSpec) -> str:
+        return "encoder outputs, wrapped"
+
     def build(
         self,
         common_prefix_len: int,
@@ -89,7 +97,7 @@ class CrossAttentionBuilder(WrappingBuilder):
             BatchError: as `encoder_side`.
         """
         batch = encoder_side(common_attn_metadata, self.kv_cache_spec.block_size)
-        return self.inner.build(0, batch, fast_build)
+        return self.inner.build(0, self.shown(batch), fast_build)
 
 
 def as_decoder(spec: KVCacheSpec) -> FullAttentionSpec:

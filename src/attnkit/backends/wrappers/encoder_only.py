@@ -81,12 +81,14 @@ class EncoderOnlyMetadata:
         num_actual_tokens: of the batch.
         kv_cache: scratch pages, of one layer at a time.
         slot_mapping: int64 (T,), where a token's K and V go in them.
+        views: that it is such a one, and of which backend.
         plan: of the wrapped backend, over those pages.
     """
 
     num_actual_tokens: int
     kv_cache: torch.Tensor
     slot_mapping: torch.Tensor
+    views: tuple[str, ...]
     plan: Any
 
 
@@ -108,6 +110,10 @@ class EncoderOnlyBuilder(AttentionMetadataBuilder[EncoderOnlyMetadata]):
         self.inner = builder_cls(self._spec, layer_names, vllm_config, device)
         self._num_blocks = 0
         self._kv_cache: torch.Tensor | None = None
+
+    @classmethod
+    def get_views(cls, kv_cache_spec: KVCacheSpec) -> tuple[str, ...]:
+        return (f"encoders over {cls.inner_backend.get_name()}",)
 
     def build(
         self,
@@ -148,6 +154,7 @@ class EncoderOnlyBuilder(AttentionMetadataBuilder[EncoderOnlyMetadata]):
             num_actual_tokens=batch.num_actual_tokens,
             kv_cache=self._scratch(1 + int(pages.sum())),
             slot_mapping=slot_mapping,
+            views=self.views_of(batch),
             plan=self.inner.build(0, inner_batch, fast_build),
         )
 

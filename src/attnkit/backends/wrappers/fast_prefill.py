@@ -19,6 +19,7 @@ from attnkit.contract import (
     AttentionBackend,
     AttentionLayer,
     CommonAttentionMetadata,
+    KVCacheSpec,
     subclass_attention_backend_with_overrides,
 )
 from attnkit.errors import BatchError, UnsupportedConfiguration
@@ -56,6 +57,10 @@ def fast_prefill(backend: type[AttentionBackend]) -> type[AttentionBackend]:
 class FastPrefillBuilder(WrappingBuilder):
     """Plans the wanted tokens of a batch, or all where the batch does not say which are."""
 
+    @classmethod
+    def view_of(cls, kv_cache_spec: KVCacheSpec) -> str:
+        return "wanted tokens"
+
     def build(
         self,
         common_prefix_len: int,
@@ -70,7 +75,7 @@ class FastPrefillBuilder(WrappingBuilder):
         batch = common_attn_metadata
         if batch.logits_indices_padded is not None:
             batch = wanted_tokens(batch)
-        return self.inner.build(0, batch, fast_build)
+        return self.inner.build(0, self.shown(batch), fast_build)
 
 
 def wanted_tokens(batch: CommonAttentionMetadata) -> CommonAttentionMetadata:

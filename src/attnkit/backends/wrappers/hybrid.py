@@ -48,6 +48,7 @@ def hybrid(
         check_wrappable(backend)
 
     class Builder(HybridBuilder):
+        view = f"prefills by {prefill.get_name()} and decodes by {decode.get_name()}"
         prefill_cls = prefill.get_builder_cls()
         decode_cls = decode.get_builder_cls()
 
@@ -262,12 +263,14 @@ class HybridMetadata:
         num_actual_tokens: of the batch.
         slot_mapping: int64 (T,).
         block_size: tokens in a page, as the batch says it; None: it does not.
+        views: what wrappers made of the batch, outermost first.
         num_decodes: rows that are decoded.
     """
 
     num_actual_tokens: int
     slot_mapping: torch.Tensor
     block_size: int | None
+    views: tuple[str, ...]
     num_decodes: int
     prefill: HybridPart | None
     decode: HybridPart | None
@@ -276,6 +279,7 @@ class HybridMetadata:
 class HybridBuilder(AttentionMetadataBuilder[HybridMetadata]):
     """Cuts a batch in two and has each part planned by its backend."""
 
+    view: ClassVar[str]
     prefill_cls: ClassVar[type[AttentionMetadataBuilder[Any]]]
     decode_cls: ClassVar[type[AttentionMetadataBuilder[Any]]]
 
@@ -295,6 +299,10 @@ class HybridBuilder(AttentionMetadataBuilder[HybridMetadata]):
         self.supports_draft_decode_metadata_update = all(
             b.supports_draft_decode_metadata_update for b in both
         )
+
+    @classmethod
+    def get_views(cls, kv_cache_spec: KVCacheSpec) -> tuple[str, ...]:
+        return cls.view, *super().get_views(kv_cache_spec)
 
     @classmethod
     def get_cudagraph_support(
@@ -332,6 +340,7 @@ class HybridBuilder(AttentionMetadataBuilder[HybridMetadata]):
             num_actual_tokens=batch.num_actual_tokens,
             slot_mapping=batch.slot_mapping,
             block_size=batch.block_size,
+            views=self.views_of(batch),
             num_decodes=num_decodes,
             prefill=prefill,
             decode=decode,
@@ -345,6 +354,7 @@ class HybridBuilder(AttentionMetadataBuilder[HybridMetadata]):
             num_actual_tokens=batch.num_actual_tokens,
             slot_mapping=batch.slot_mapping,
             block_size=batch.block_size,
+            views=self.views_of(batch),
             num_decodes=batch.num_reqs,
             prefill=None,
             decode=HybridPart(

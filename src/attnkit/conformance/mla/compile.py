@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
+from attnkit.backends.hopper import latent_gather_launch
+from attnkit.backends.hopper.latent_launch import LatentWork
 from attnkit.backends.kernel_call import KernelCall
 from attnkit.backends.triton import configs, index_launch, mla_launch
 from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages
@@ -55,6 +57,15 @@ def mla_variants(gpu: configs.Gpu) -> Iterator[tuple[str, KernelCall]]:
         max_seq_len=65_536,
     )
     yield "mla-choose", mla_launch.choose_rows_call(lists, plan, 64, 64, lists, lens)
+    for stored in ("bfloat16", "fp8", "fp8_ds_mla"):
+        yield f"mla-gather-{stored}", _gather(gpu, stored, lists, plan.block_table)
+    owners = _empty(64, 2, dtype=torch.int32)
+    yield (
+        "mla-gather-lens",
+        latent_gather_launch.chosen_lens_call(
+            owners, lens, plan.query_start_loc, lens, 0, 2048, distinct=True
+        ),
+    )
     yield from _index(gpu, "index-bf16-fp8", bf16, torch.uint8)
     yield from _index(gpu, "index-bf16-fp8-page16", bf16, torch.uint8, page=16)
     yield from _index(gpu, "index-bf16", bf16, bf16)
@@ -113,6 +124,28 @@ def _decode(
     )
     for call, suffix in zip(calls, ("", "-merge"), strict=False):
         yield name + suffix, call
+
+
+def _gather(gpu: configs.Gpu, stored: str, lists: torch.Tensor, table: torch.Tensor) -> KernelCall:
+    """Rows for the Gluon decode of 128 heads; the kernel itself is a portable one."""
+    i32, f32 = torch.int32, torch.float32
+    work = LatentWork(
+        share=_empty(16 + 16 * 132, dtype=i32),
+        pieces=_empty(132 + 128, 16, dtype=i32),
+        units=_empty(128, 8, dtype=i32),
+        acc=_empty(264, 64, 512, dtype=f32),
+        sums=_empty(264, 64, 2, dtype=f32),
+        num_rows=64,
+    )
+    return latent_gather_launch.gather_call(
+        lists,
+        table,
+        _pages(gpu, _DEEPSEEK, stored, 64),
+        _empty(64 * 32, 64, 576, dtype=torch.bfloat16),
+        _empty(64, 2, dtype=i32),
+        work,
+        2,
+    )
 
 
 def _index(

@@ -192,17 +192,20 @@ def lists_may_name_anything(subject: Subject) -> None:
         dtype=torch.int32,
         device=subject.device,
     )
-    layer = subject.layer(case, indexer=_Lists(lists))
-    inputs = subject.inputs(layer, case)
-    plan = subject.plan(layer, inputs, inputs.batch)
-    result = subject.run(layer, inputs, plan=plan)
-    row = 0
-    for sequence, length in zip(inputs.sequences, case.query_lens, strict=True):
-        for i in range(length):
-            position = len(sequence.k) - length + i
-            named = [j for j in lists[row].tolist() if 0 <= j <= position]
-            _judge_alone(sequence, i, named, result, row)
-            row += 1
+    # Named ones far apart too, whatever a kernel looks at together.
+    gap = torch.full_like(lists[:, :1], -1).expand(-1, 40)
+    for told in (lists, torch.cat([lists[:, :2], gap, lists[:, 2:4], gap, lists[:, 4:]], dim=1)):
+        layer = subject.layer(case, indexer=_Lists(told))
+        inputs = subject.inputs(layer, case)
+        plan = subject.plan(layer, inputs, inputs.batch)
+        result = subject.run(layer, inputs, plan=plan)
+        row = 0
+        for sequence, length in zip(inputs.sequences, case.query_lens, strict=True):
+            for i in range(length):
+                position = len(sequence.k) - length + i
+                named = [j for j in told[row].tolist() if 0 <= j <= position]
+                _judge_alone(sequence, i, named, result, row)
+                row += 1
 
 
 def states_of_several_tokens(subject: Subject) -> None:

@@ -121,7 +121,8 @@ class ForeignPlan:
             if name in vllm_contract.CommonAttentionMetadata.__dataclass_fields__
         }
         self.batch = vllm_contract.CommonAttentionMetadata(**given)
-        self.block_size = batch.block_size  # Layers of another refuse the plan.
+        # Layers of others refuse the plan.
+        self.block_size, self.views = batch.block_size, builder.views_of(batch)
         self._builder = builder
         self._planned: dict[int, Any] = {}
 
