@@ -81,7 +81,15 @@ def emulate(
     edit: Callable[[str, str], str] = lambda name, source: source,
 ) -> None:
     """Put emulated attention kernels in the place of the compiled ones; `edit` as in `emulator.load`."""
-    parts = ("coded_queries", "tile", "pieces", "row_tiles", "states")
+    parts = (
+        "coded_queries",
+        "tile",
+        "pieces",
+        "row_tiles",
+        "states",
+        "prefill_copies",
+        "prefill_tile",
+    )
     modules = emulator.load(*parts, *KERNELS, edit=edit)
     for name, host in KERNELS.items():
         monkeypatch.setattr(host, f"{name}_kernel", getattr(modules[name], f"{name}_kernel"))

@@ -246,9 +246,9 @@ FAULTS: dict[str, tuple[str, str, str]] = {
         "zero_before_window(v_rows, slot, first_tile, first_key, VALUES)",
         "pass",
     ),
-    "Q is overwritten early": ("prefill", "pred=i > first,", "pred=False,"),
+    "Q is overwritten early": ("prefill_copies", "pred=i > first,", "pred=False,"),
     "K is released before it is read": (
-        "prefill",
+        "prefill_tile",
         "    take_turn(step, ME, CONFIG)\n    s = start_scores(",
         "    mbarrier.arrive(empty.index(slot), count=1)\n    s = start_scores(",
     ),

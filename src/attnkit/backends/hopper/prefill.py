@@ -22,7 +22,7 @@ Keys run backwards, so that the tiles cut by the diagonal or the end come first,
 edge of a window last, and all between need no mask.
 """
 
-# ruff: noqa: RUF005, SIM102 (device code: tuples grow by +, and `if` on a constant stands alone)
+# ruff: noqa: RUF005 (device code: tuples grow by +, and `if` on a constant stands alone)
 # pyright: reportArgumentType=false, reportAssignmentType=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
@@ -33,284 +33,35 @@ from attnkit.backends.hopper.gluon_api import (
     gluon,
     let_next_start,
     mbarrier,
-    named_barrier_arrive,
-    named_barrier_sync,
-    opaque,
     reinterpret,
-    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
+)
+from attnkit.backends.hopper.prefill_copies import produce
+from attnkit.backends.hopper.prefill_tile import (
+    attend_tile,
+    pass_turn,
+    start_scores,
+    store_rows,
+    sum_weights,
+    take_turn,
 )
 from attnkit.backends.hopper.row_tiles import (
     first_tile_of,
     place_of_rows,
-    read_request,
     read_rows,
     read_sight,
 )
 from attnkit.backends.hopper.tile import (
-    copy_tile,
     faded,
     finish_rows,
     finish_scores,
     first_key_of,
     mask_scores,
     online_softmax,
-    pages_of_tile,
     zero_before_window,
     zero_past_end,
 )
-
-FIRST_TURN = gl.constexpr(8)
-"""Named barrier of consumer 0; consumer i waits for its turn at FIRST_TURN + i."""
-
-
-@gluon.jit
-def copy_rows(q_desc, q_buffer, q_full, buffer, token, head_tile, CONFIG: gl.constexpr):
-    """Start the copies of one row tile of Q into a buffer of its ring."""
-    STRIPS: gl.constexpr = CONFIG.head_size // 64
-    CONSUMERS: gl.constexpr = CONFIG.num_consumers
-    TOKENS: gl.constexpr = 64 // CONFIG.pack
-    full = q_full.index(buffer)
-    mbarrier.expect(full, CONSUMERS * 64 * STRIPS * 128)
-    for c in gl.static_range(STRIPS):
-        for w in gl.static_range(CONSUMERS):
-            place = q_buffer.index((buffer * CONSUMERS + w) * STRIPS + c)
-            tma_load(q_desc, [token + w * TOKENS, head_tile, 0, c * 64], full, place)
-
-
-@gluon.jit
-def boxes_of_tile(table_ptr, tile, first_key, end_key, num_pages, CONFIG: gl.constexpr):
-    """Pages of the boxes of a tile, as `tile.pages_of_tile`; without pages, the row of its only box."""
-    if CONFIG.ragged:
-        key = tile * CONFIG.block_n
-        seen = (key + CONFIG.block_n > first_key) & (key < end_key)
-        boxes = (gl.where(seen, gl.load(table_ptr) + key, num_pages),)
-    else:
-        boxes = pages_of_tile(table_ptr, tile, first_key, end_key, num_pages, CONFIG)
-    return boxes
-
-
-@gluon.jit
-def produce(
-    LOADS_Q: gl.constexpr,
-    CONFIG: gl.constexpr,
-    TILE: gl.constexpr,
-    desc,
-    buffer,
-    full,
-    empty,
-    q_desc,
-    q_buffer,
-    q_full,
-    starts_ptr,
-    tiles_ptr,
-    table_ptr,
-    table_stride,
-    num_pages,
-    window,
-):
-    """One warp that feeds K (and Q) or V, in tiles of TILE. Pages of the next tile are looked up one
-    tile ahead."""
-    AHEAD: gl.constexpr = CONFIG.q_stages - 1
-    first = gl.load(starts_ptr + gl.program_id(0))
-    end = gl.load(starts_ptr + gl.program_id(0) + 1)
-    step = 0
-    if LOADS_Q:
-        if AHEAD == 1:
-            token, head_tile, num_tokens = read_rows(tiles_ptr, first)
-            copy_rows(q_desc, q_buffer, q_full, 0, token, head_tile, CONFIG)
-    for i in range(first, end):
-        request = read_request(tiles_ptr, i)
-        token, head_tile, num_tokens = read_rows(tiles_ptr, i)
-        position, reach, num_keys, num_tiles = read_sight(tiles_ptr, i)
-        kv_head = head_tile * CONFIG.pack // CONFIG.group_size
-        table = table_ptr + request.to(gl.int64) * table_stride
-        end_key = gl.maximum(gl.minimum(position + reach + num_tokens, num_keys), 0)
-        first_key = first_key_of(position, window, CONFIG)
-        first_tile = first_tile_of(tiles_ptr, i, first_key, CONFIG)
-        pages = boxes_of_tile(
-            table, first_tile + num_tiles - 1, first_key, end_key, num_pages, CONFIG
-        )
-        for n in range(0, num_tiles):
-            tile = first_tile + num_tiles - 1 - n
-            slot = step & (CONFIG.stages - 1)
-            now = pages
-            # Before the first tile this finds pages that nobody copies.
-            pages = boxes_of_tile(table, tile - 1, first_key, end_key, num_pages, CONFIG)
-            # The step that frees this slot: of K the last that used it, of V the one after that.
-            free = step
-            if not LOADS_Q:
-                free = step + 1
-            mbarrier.wait(
-                empty.index(free & (CONFIG.stages - 1)), ((free // CONFIG.stages) & 1) ^ 1
-            )
-            copy_tile(desc, buffer, full.index(slot), now, tile, kv_head, 0, slot, TILE)
-            if LOADS_Q:
-                if (n == 0) & (i + AHEAD < end):
-                    # The row tile before was done with its Q when its last step was over.
-                    before = step - 1
-                    mbarrier.wait(
-                        empty.index(before & (CONFIG.stages - 1)),
-                        (before // CONFIG.stages) & 1,
-                        pred=i > first,
-                    )
-                    token, head_tile, num_tokens = read_rows(tiles_ptr, i + AHEAD)
-                    q_slot = (i + AHEAD - first) & AHEAD
-                    copy_rows(q_desc, q_buffer, q_full, q_slot, token, head_tile, CONFIG)
-            step += 1
-
-
-# Consumers issue their products in turns, so that one's run while the other's softmax does.
-
-
-@gluon.jit
-def take_turn(x, ME: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait until the consumer before this one has issued its products."""
-    if CONFIG.turns:
-        named_barrier_sync(x, FIRST_TURN + ME, 256)
-
-
-@gluon.jit
-def pass_turn(x, ME: gl.constexpr, CONFIG: gl.constexpr):
-    """Let the next consumer issue its products."""
-    if CONFIG.turns:
-        named_barrier_arrive(x, FIRST_TURN + (ME + 1) % CONFIG.num_consumers, 256)
-
-
-@gluon.jit
-def start_scores(q, q_index, k_tiles, slot, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue Q.K of one tile. q: this row tile's in registers, or all in shared memory."""
-    PARTS: gl.constexpr = CONFIG.parts
-    BLOCK_N: gl.constexpr = CONFIG.block_n
-    q_tiles = q
-    s = gl.zeros([64, BLOCK_N], gl.float32, LAYOUT)
-    for c in gl.static_range(PARTS):
-        if not CONFIG.q_in_registers:
-            q = q_tiles.index(q_index * PARTS + c)
-        k = k_tiles.index(slot * PARTS + c).permute((1, 0))
-        s = warpgroup_mma(q, k, s, use_acc=c > 0, is_async=True)
-    return s
-
-
-@gluon.jit
-def sum_weights(weights, CONFIG: gl.constexpr):
-    """(rows, 8): sums over every eighth column, each within a thread; the other eight are added last.
-    (rows,) where registers are short."""
-    if CONFIG.score.linear:
-        weights = weights.reshape([weights.shape[0], weights.shape[1] // 8, 8])
-    return gl.sum(weights, 1)
-
-
-@gluon.jit
-def add_weights(total, fade, weights, CONFIG: gl.constexpr):
-    """Sums of `sum_weights`, faded, with those of one more tile."""
-    sums = sum_weights(weights, CONFIG)
-    if CONFIG.score.linear:
-        fade = gl.convert_layout(fade, gl.SliceLayout(1, sums.type.layout))
-        fade = gl.expand_dims(fade, 1)
-    return total * fade + sums
-
-
-@gluon.jit
-def attend_tile(
-    ME: gl.constexpr,
-    CONFIG: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-    P_LAYOUT: gl.constexpr,
-    MASKED: gl.constexpr,
-    q,
-    q_slot,
-    k_tiles,
-    v_tiles,
-    k_full,
-    v_full,
-    empty,
-    step,
-    tile,
-    acc,
-    weights,
-    fade,
-    top,
-    total,
-    sight,
-    slopes,
-    factors,
-):
-    """Issue Q.K of `tile` and weights.V of the tile before; softmax of `tile` while the latter runs.
-
-    The wait for V stands between the softmax and the wait for weights.V because its loop ends a basic
-    block: without it ptxas lifts the second wait above the softmax, and nothing overlaps.
-    """
-    slot = step & (CONFIG.stages - 1)
-    phase = (step // CONFIG.stages) & 1
-    slot_before = (step - 1) & (CONFIG.stages - 1)
-    # Opaque, so that ptxas 12.8 cannot share the address between consecutive loops: it then leaves it in
-    # front of the first, and a second one reads a stale register where the first runs zero times.
-    q_index = ME
-    if CONFIG.q_stages > 1:
-        q_index = opaque(q_slot) * CONFIG.num_consumers + ME
-    p = gl.convert_layout(weights.to(v_tiles.dtype), P_LAYOUT)
-    mbarrier.wait(k_full.index(slot), phase)
-    take_turn(step, ME, CONFIG)
-    s = start_scores(q, q_index, k_tiles, slot, S_LAYOUT, CONFIG)
-    acc = faded(acc, gl.convert_layout(fade, gl.SliceLayout(1, P_LAYOUT.parent)))
-    acc = warpgroup_mma(p, v_tiles.index(slot_before), acc, is_async=True)
-    pass_turn(step, ME, CONFIG)
-    s = warpgroup_mma_wait(1, deps=(s,))
-    s = finish_scores(s, tile, sight, slopes, factors, S_LAYOUT, CONFIG)
-    if MASKED:
-        s = mask_scores(s, tile, sight, S_LAYOUT, CONFIG)
-    weights, fade, top = online_softmax(s, top, factors[0], MASKED, True)
-    total = add_weights(total, fade, weights, CONFIG)
-    mbarrier.wait(v_full.index(slot), phase)
-    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    mbarrier.arrive(empty.index(slot), count=1)
-    return acc, weights, fade, top, total
-
-
-@gluon.jit
-def store_rows(
-    ME: gl.constexpr,
-    CONFIG: gl.constexpr,
-    ROW_LAYOUT: gl.constexpr,
-    ACC_LAYOUT: gl.constexpr,
-    acc,
-    factor,
-    lse,
-    token,
-    head_tile,
-    num_tokens,
-    out_ptr,
-    out_stride_token,
-    out_stride_head,
-    lse_ptr,
-    lse_stride_token,
-):
-    """Write this consumer's rows, through a layout in which a warp writes whole lines."""
-    PACK: gl.constexpr = CONFIG.pack
-    if CONFIG.score.lse:
-        row = ME * 64 + gl.arange(0, 64, ROW_LAYOUT)
-        place = (token + row // PACK).to(gl.int64) * lse_stride_token
-        place = place + (head_tile * PACK + row % PACK)
-        gl.store(lse_ptr + place, lse, mask=row < num_tokens * PACK)
-    out = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, ACC_LAYOUT)), 1)
-    if out_ptr.dtype.element_ty == gl.float32:
-        # Neighbouring threads write whole sectors as it is; and memory is short for another layout.
-        LAYOUT: gl.constexpr = ACC_LAYOUT
-    else:
-        LANES: gl.constexpr = 16 if CONFIG.value_size >= 128 else 8
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-        out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), LAYOUT)
-    row = ME * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, CONFIG.value_size, gl.SliceLayout(0, LAYOUT))
-    place = (token + row // PACK).to(gl.int64) * out_stride_token
-    place = place + (head_tile * PACK + row % PACK) * out_stride_head
-    gl.store(
-        out_ptr + gl.expand_dims(place, 1) + gl.expand_dims(column, 0),
-        out,
-        mask=gl.expand_dims(row < num_tokens * PACK, 1),
-    )
 
 
 @gluon.jit
