@@ -80,6 +80,8 @@ def test_cross_attention_sees_the_encoder_not_the_decoder() -> None:
         encoder_seq_lens=torch.tensor([5], dtype=torch.int32),
         slot_mapping=torch.full((3,), -1),
     )
-    out = layer(torch.randn(3, 2, 8), torch.ones(3, 1, 8), torch.ones(3, 1, 8), cache, batch)
+    out = layer(
+        torch.randn(3, 2, 8), torch.ones(3, 1, 8), torch.ones(3, 1, 8), cache, layer.build(batch)
+    )
     assert isinstance(out, torch.Tensor)
     assert torch.allclose(out, torch.full_like(out, 2.0))

