@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from attnkit.bench import timing
+from attnkit.bench import roofline, timing
 from attnkit.bench.timing import (
     Effort,
     Timing,
@@ -205,3 +205,17 @@ def test_the_reading_kernel_reads_everything_once() -> None:
     sums = torch.full((3,), float("nan"), device=device)
     read_kernel[(3,)](x, sums, BLOCK=64, NUM_BLOCKS=4)
     assert torch.equal(sums, x.view(3, -1).sum(1))
+
+
+def test_a_cpu_that_widens_16_bits_has_the_rate_of_float32(monkeypatch) -> None:
+    rates = {"bfloat16": 1.0, "float16": 7.0, "float32": 5.0}
+    monkeypatch.setattr(roofline, "_matmul_flops_per_s", lambda device, dtype, size: rates[dtype])
+    monkeypatch.setattr(roofline, "_best_us", lambda call, device: 1.0)
+
+    def measured(device: str, *dtypes: str) -> dict[str, float]:
+        monkeypatch.setattr(roofline, "_reads", lambda x: [x.sum])
+        found = roofline.measure(torch.device(device), dtypes, num_bytes=64, size=4)
+        return found.matmul_flops_per_s
+
+    assert measured("cpu", "bfloat16", "float16") == {"bfloat16": 5.0, "float16": 7.0}
+    assert measured("cpu", "float32") == {"float32": 5.0}

@@ -188,8 +188,9 @@ def _draw_roof(
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(low, high)
-    floor = min(p.tflops for p in found)
-    axes.set_ylim(min(floor / 6, low * bandwidth), top * 2)
+    reached = [p.tflops for p in found]
+    # A point above its roof says that the ceiling was measured in a bad moment: it must be seen.
+    axes.set_ylim(min(min(reached) / 6, low * bandwidth), max(top, *reached) * 2)
     axes.set_xlabel("FLOPs a byte (floor counts)")
     axes.set_ylabel("TFLOP/s")
     axes.set_title("roofline, workloads by number", fontsize=10)
