@@ -14,7 +14,7 @@ import triton
 
 from attnkit.backends.hopper.latent_gather import chosen_lens_kernel, gather_latents_kernel
 from attnkit.backends.hopper.latent_launch import LatentWork
-from attnkit.backends.hopper.tuning import CHOSEN_PAGE
+from attnkit.backends.hopper.tuning import CHOSEN_PAGE, chosen_pages
 from attnkit.backends.kernel_call import KernelCall
 
 _ROWS = 16
@@ -162,8 +162,3 @@ def gather_changes(
         "table_stride": table.stride(0),
         "room": chosen_pages(lists.shape[1]) * CHOSEN_PAGE,
     }
-
-
-def chosen_pages(size: int) -> int:
-    """Pages that the rows of a list of `size` positions take."""
-    return max(1, -(-size // CHOSEN_PAGE))

@@ -67,8 +67,7 @@ def score_config(variant: AttentionVariant, *, lse: bool) -> ScoreConfig:
     alibi = 0 if variant.alibi_slopes is None else 2 if variant.use_alibi_sqrt else 1
     soft_cap = variant.logits_soft_cap is not None
     return ScoreConfig(
-        # A positive factor may be applied after the maximum; anything else is applied before.
-        linear=not soft_cap and not alibi and variant.scale > 0,
+        linear=_is_linear(variant),
         soft_cap=soft_cap,
         alibi=alibi,
         window=variant.sliding_window is not None,
@@ -378,8 +377,12 @@ def _common(o: Operands, variant: AttentionVariant) -> dict[str, Any]:
 
 def log2_scale(variant: AttentionVariant) -> float:
     """What the softmax multiplies the kernels' scores by: linear ones it gets raw."""
-    linear = variant.logits_soft_cap is None and variant.alibi_slopes is None and variant.scale > 0
-    return variant.scale * LOG2_E if linear else 1.0
+    return variant.scale * LOG2_E if _is_linear(variant) else 1.0
+
+
+def _is_linear(variant: AttentionVariant) -> bool:
+    # A positive factor may be applied after the maximum; anything else is applied before.
+    return variant.logits_soft_cap is None and variant.alibi_slopes is None and variant.scale > 0
 
 
 def scale_arguments(

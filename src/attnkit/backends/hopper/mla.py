@@ -17,6 +17,7 @@ from attnkit.backends.hopper.mla_plan import HopperMLAMetadata, HopperMLAMetadat
 from attnkit.backends.hopper.mla_prefill import HopperMLAPrefill
 from attnkit.backends.hopper.sm90 import Sm90Backend
 from attnkit.backends.hopper.tuning import CACHE_DTYPES, LATENT_SIZES, latent_config
+from attnkit.backends.repeat import Repeats, kind_of
 from attnkit.backends.stored import Stored
 from attnkit.backends.triton.mla import TritonMLAImpl
 from attnkit.contract import (
@@ -31,7 +32,6 @@ from attnkit.mla.prefill_backend import MLAPrefillBackend
 if TYPE_CHECKING:
     from attnkit.backends.hopper.config import LatentConfig
     from attnkit.backends.kernel_call import KernelCall
-    from attnkit.backends.repeat import Repeats
 
 
 class HopperMLABackend(Sm90Backend):
@@ -153,7 +153,6 @@ class HopperMLAImpl(TritonMLAImpl):
     ) -> None:
         """Decode, and fold what programs share. `pages`: what `operands.cache` is a view of."""
         from attnkit.backends.hopper import fold_launch, latent_launch
-        from attnkit.backends.repeat import kind_of
 
         o = operands
         fold = fold_launch.FoldShape.of(work)
@@ -191,7 +190,6 @@ class HopperMLAImpl(TritonMLAImpl):
             )
             return
         from attnkit.backends.hopper.cache_launch import write_call, write_changes, write_grid
-        from attnkit.backends.repeat import kind_of
 
         rows = (kv_c_normed[:, None], k_pe)
         latent, rope = (x if x.stride(-1) == 1 else x.contiguous() for x in rows)
@@ -247,6 +245,4 @@ class HopperMLAImpl(TritonMLAImpl):
 
     @functools.cached_property
     def _repeats(self) -> Repeats:
-        from attnkit.backends.repeat import Repeats
-
         return Repeats()

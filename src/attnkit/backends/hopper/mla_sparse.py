@@ -27,13 +27,13 @@ from attnkit.backends.hopper.tuning import (
     head_tiles,
     latent_config,
 )
+from attnkit.backends.repeat import Repeats
 from attnkit.contract import AttentionBackend, AttentionLayer, KVCacheSpec, MultipleOf
 from attnkit.kvcache.formats import layer_scale
 from attnkit.mla.sparse import ChosenRows, SparseLatentImpl, lists_of
 
 if TYPE_CHECKING:
     from attnkit.backends.kernel_call import KernelCall
-    from attnkit.backends.repeat import Repeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -201,6 +201,4 @@ class HopperMLASparseImpl(SparseLatentImpl[Any], HopperMLAImpl):
     @functools.cached_property
     def _row_repeats(self) -> Repeats:
         """Launches over gathered rows."""
-        from attnkit.backends.repeat import Repeats
-
         return Repeats()

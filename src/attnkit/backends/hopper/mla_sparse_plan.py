@@ -17,6 +17,7 @@ from attnkit.backends.hopper.mla_plan import LatentPlanner
 from attnkit.backends.hopper.tuning import (
     CHOSEN_PAGE,
     LATENT_SIZES,
+    chosen_pages,
     chosen_tokens,
     latent_config,
     latent_rows,
@@ -112,7 +113,7 @@ class ChosenPlanner(LatentPlanner):
         """Pages for the rows of as many queries as are gathered at once, (pages, 64, 576), and their
         block table, int32 (queries, pages of each). Layers run one after the other."""
         at_once = chosen_tokens(size, self._max_num_tokens)
-        pages = max(1, -(-size // CHOSEN_PAGE))
+        pages = chosen_pages(size)
         if (memory := self._rows.get((dtype, size))) is None:
             num = at_once * pages
             memory = self._rows[dtype, size] = (

@@ -190,9 +190,14 @@ MAX_CHOSEN_BYTES = 160 << 20
 
 def chosen_tokens(size: int, num_tokens: int) -> int:
     """Queries whose lists of `size` positions are gathered at once, in steps of up to `num_tokens`."""
-    bytes_of_list = -(-size // CHOSEN_PAGE) * CHOSEN_PAGE * 2 * sum(LATENT_SIZES[0])
-    room = MAX_CHOSEN_BYTES // max(1, bytes_of_list)
+    bytes_of_list = chosen_pages(size) * CHOSEN_PAGE * 2 * sum(LATENT_SIZES[0])
+    room = MAX_CHOSEN_BYTES // bytes_of_list
     return max(1, min(MAX_CHOSEN_TOKENS, num_tokens, room))
+
+
+def chosen_pages(size: int) -> int:
+    """Pages that the rows of a list of `size` positions take."""
+    return max(1, -(-size // CHOSEN_PAGE))
 
 
 LATENT_SPARE = 6
