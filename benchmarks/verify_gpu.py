@@ -10,15 +10,21 @@ failure; the JSON is the record: device, versions, commit, every check.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import functools
+import hashlib
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict
+from typing import Any
 
 import torch
+import triton.compiler
 
 from attnkit.conformance import Outcome, Report, all_checks
 from attnkit.conformance.verify import Check, outcome_of, subject_of
@@ -27,6 +33,22 @@ from attnkit.conformance.verify import Check, outcome_of, subject_of
 @functools.cache
 def _checks(backend: str, device: str, wanted: str) -> list[Check]:
     return [c for c in all_checks(subject_of(backend, device)) if wanted in c.name]
+
+
+def _start_process(locks: str) -> None:
+    """Compile each kernel in one process, while others that need it wait to find it in Triton's cache:
+    neighbours in the list of checks need the same ones at the same time."""
+    torch.set_num_threads(1)
+    compile_kernel = triton.compiler.compile
+
+    def compile_once(source: Any, *args: Any, **options: Any) -> Any:
+        named = f"{source.hash()} {args} {sorted(options.items(), key=str)}"
+        with open(os.path.join(locks, hashlib.sha256(named.encode()).hexdigest()), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return compile_kernel(source, *args, **options)
+
+    # Triton looks it up when a kernel is first launched.
+    triton.compiler.compile = compile_once
 
 
 def _judge(work: tuple[str, str, str, int]) -> Outcome:
@@ -48,7 +70,10 @@ def main() -> None:
     which = (args.backend, args.device, args.filter)
     num_checks = len(_checks(*which))
     outcomes: list[Outcome] = []
-    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+    locks = os.path.join(tempfile.gettempdir(), "attnkit-compile")
+    os.makedirs(locks, exist_ok=True)
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(args.jobs, _start_process, (locks,)) as pool:
         done = pool.imap_unordered(_judge, [(*which, i) for i in range(num_checks)])
         try:
             for _ in range(num_checks):
@@ -64,8 +89,6 @@ def main() -> None:
     )
     print(report)
     if args.json:
-        import triton
-
         commit = (
             args.commit
             or subprocess.run(
