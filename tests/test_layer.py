@@ -642,7 +642,7 @@ def test_only_block_ids_past_the_cache_are_called_that() -> None:
     plan = layer.build(make_batch([5], [5], [[3, 8]], BLOCK))
     with pytest.raises(IndexError, match="list index"):
         layer(*_wide(5), cache, plan)
-    for backend in ("reference", "cpu", "flex"):
+    for backend in ("reference", "cpu", "flex", "triton"):
         layer = _layer(backend, head_size=2 * SIZE)
         for tables, context, named in (
             ([[3, 9]], 0, "slot"),  # Of the last new token.

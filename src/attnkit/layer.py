@@ -34,6 +34,7 @@ from attnkit.contract import (
     get_kv_quant_mode,
     kv_cache_torch_dtype,
 )
+from attnkit.contract.variant import LONGEST_REQUEST
 from attnkit.errors import BackendError, BatchError, ConfigurationError
 from attnkit.output_quant import QuantizedOutput
 from attnkit.paged_layer import PagedLayer, logical_page, without_gradients, zero_rows
@@ -152,6 +153,7 @@ class Attention(PagedLayer):
             sinks=sinks,
             use_alibi_sqrt=use_alibi_sqrt,
         )
+        sliding_window = variant.sliding_window
         get_kv_quant_mode(kv_cache_dtype)  # An unknown format is the user's mistake, not a refusal.
         capability = DeviceCapability.of(device)
         super().__init__(
@@ -262,7 +264,7 @@ class Attention(PagedLayer):
         )
 
     def _check_chunks(self, chunk_size: int) -> None:
-        check_count("attention_chunk_size", chunk_size, optional=True)
+        check_count("attention_chunk_size", chunk_size, highest=LONGEST_REQUEST, optional=True)
         check_chunk_size(chunk_size, self.block_size)
         if self.attn_type is not AttentionType.DECODER:
             raise ConfigurationError(
