@@ -34,7 +34,6 @@ from attnkit.contract import (
     get_kv_quant_mode,
     kv_cache_torch_dtype,
 )
-from attnkit.contract.variant import LONGEST_REQUEST
 from attnkit.errors import BackendError, BatchError, ConfigurationError
 from attnkit.output_quant import QuantizedOutput
 from attnkit.paged_layer import PagedLayer, logical_page, without_gradients, zero_rows
@@ -264,7 +263,8 @@ class Attention(PagedLayer):
         )
 
     def _check_chunks(self, chunk_size: int) -> None:
-        check_count("attention_chunk_size", chunk_size, highest=LONGEST_REQUEST, optional=True)
+        longest = torch.iinfo(torch.int32).max  # Of a request: lengths are int32.
+        check_count("attention_chunk_size", chunk_size, highest=longest)
         check_chunk_size(chunk_size, self.block_size)
         if self.attn_type is not AttentionType.DECODER:
             raise ConfigurationError(

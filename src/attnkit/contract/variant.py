@@ -20,7 +20,7 @@ from attnkit.contract.types import AttentionType
 from attnkit.errors import ConfigurationError
 
 _FLOAT32 = torch.finfo(torch.float32)
-LONGEST_REQUEST = torch.iinfo(torch.int32).max
+_LONGEST = torch.iinfo(torch.int32).max
 """Tokens, since lengths are int32: a wider window hides nothing more."""
 
 
@@ -100,7 +100,7 @@ class AttentionVariant:
             ) from None
         return cls(
             scale=float(scale),
-            sliding_window=None if sliding_window is None else min(sliding_window, LONGEST_REQUEST),
+            sliding_window=None if sliding_window is None else min(sliding_window, _LONGEST),
             logits_soft_cap=float(logits_soft_cap) if logits_soft_cap else None,
             alibi_slopes=_per_head("alibi_slopes", alibi_slopes, num_heads, device, lowest=False),
             use_alibi_sqrt=use_alibi_sqrt,
