@@ -488,7 +488,7 @@ def test_a_layer_that_a_context_forgets_is_named() -> None:
         ({"kv_cache": _cache().to("meta")}, "cache on meta, and was built for cpu"),
         (
             {"kv_cache": _cache().mT.contiguous().mT},
-            "last dimension has stride 4; give one whose rows of K and V are dense",
+            "last dimension has stride 4; give one where it is 1",
         ),
         ({"k": torch.zeros(4, KV_HEADS, SIZE), "v": torch.zeros(4, KV_HEADS, SIZE)}, "4 keys for"),
     ],

@@ -553,17 +553,17 @@ def test_a_module_that_lies_where_one_stands_is_called_by_its_file(
 
 @pytest.mark.parametrize("choose", [select, decide])
 def test_an_unknown_name_says_where_it_came_from(choose: Any) -> None:
-    with pytest.raises(UnknownBackend, match="no backend is called 'nobody'.*use backend='auto'"):
+    with pytest.raises(UnknownBackend, match=r"no backend is called 'nobody'.*use backend='auto'"):
         choose(PLAIN, "nobody", environ={})
     with pytest.raises(
-        UnknownBackend, match="no backend is called 'nobody'.*unset ATTNKIT_BACKEND"
+        UnknownBackend, match=r"no backend is called 'nobody'.*unset ATTNKIT_BACKEND"
     ):
         choose(PLAIN, "auto", environ={"ATTNKIT_BACKEND": "nobody"})
 
 
 def test_a_backend_from_the_environment_that_cannot_serve_is_not_cured_by_auto() -> None:
     environ = {"ATTNKIT_BACKEND": "reference_mla"}
-    with pytest.raises(UnsupportedConfiguration, match="or unset ATTNKIT_BACKEND$"):
+    with pytest.raises(UnsupportedConfiguration, match=r"or unset ATTNKIT_BACKEND$"):
         select(PLAIN, environ=environ)
 
 

@@ -123,8 +123,8 @@ def check_num_written(layer: Called, key: torch.Tensor, plan: Any) -> None:
 def check_cache(
     layer: Called, kv_cache: torch.Tensor | None, page: tuple[int, int, int, torch.dtype] | None
 ) -> None:
-    """Whether a cache is there, on the layer's device, and its blocks look like `page`, each row of K and
-    V dense in memory.
+    """Whether a cache is there, on the layer's device, and its blocks look like `page`, with the numbers
+    of a token side by side.
 
     Raises:
         BatchError: they do not.
@@ -148,7 +148,7 @@ def check_cache(
     if page is not None and kv_cache.stride(-1) != 1 and kv_cache.shape[-1] > 1:
         raise BatchError(
             f"layer {layer.layer_name} got a cache whose last dimension has stride "
-            f"{kv_cache.stride(-1)}; give one whose rows of K and V are dense (stride 1), others may be any"
+            f"{kv_cache.stride(-1)}; give one where it is 1, the others may have any"
         )
 
 
