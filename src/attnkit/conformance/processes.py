@@ -1,7 +1,7 @@
 """The conformance kit spread over processes: on a GPU most of its time is compilation of kernels.
 
-In: a backend's name, a device and the places of some checks in `all_checks`. Out: their outcomes, as they
-come. Each process finds the backend and makes the checks for itself, since neither can be sent.
+In: a backend's name, a device and the places of some checks in `all_checks`. Out: their outcomes, as
+they come. Each process finds the backend and makes the checks for itself, since neither can be sent.
 """
 
 from __future__ import annotations
