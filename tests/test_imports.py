@@ -100,6 +100,7 @@ ARROWS: dict[str, set[str]] = {
     "bench": CHOICE | {"runner", "conformance", ""},
     "integrations": CHOICE | {"runner", "parallel"},
     "cli": CHOICE | {"runner", "conformance", "bench", "parallel", ""},
+    "__main__": {"cli"},
     "": CHOICE | {"runner", "integrations"},
 }
 """`""`, the package itself, hands the public names on; only what stands outside may go through it."""
