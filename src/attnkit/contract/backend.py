@@ -389,7 +389,8 @@ class AttentionBackend(ABC):
     own_score: ClassVar[Callable[[Any, int, Any, Any], Any] | None] = None
     """For the conformance kit, where a backend does another attention than `docs/semantics.md` says: a
     static method (score, head, query position, key position) -> score, the last step before the mask.
-    In float64 numpy; positions are absolute, (q_len, 1) and (1, kv_len), and broadcast. -inf hides a key."""
+    In float64 numpy; positions are absolute, (q_len, 1) and (1, kv_len), and broadcast. -inf hides a
+    key."""
 
     @classmethod
     def is_available(cls) -> str | None:
