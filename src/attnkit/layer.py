@@ -83,6 +83,7 @@ class Attention(PagedLayer):
         use_tree_mask: bool = False,
         attention_chunk_size: int | None = None,
         use_per_head_quant_scales: bool = False,
+        use_batch_invariant: bool = False,
         vllm_config: Any | None = None,
         choose: Choose = select,
     ) -> None:
@@ -117,6 +118,7 @@ class Attention(PagedLayer):
                 attention_chunk_size); None: no chunks. Any backend does it (`chunked_local`).
             use_per_head_quant_scales: `_q_scale`, `_k_scale` and `_v_scale` have one entry per KV head
                 instead of one for all.
+            use_batch_invariant: a request's bits may not depend on which others are in its batch.
             vllm_config: engine configuration handed to the builder; None: the defaults.
             choose: who chooses the backend; `functools.cache(select)` for many layers that ask alike.
 
@@ -136,6 +138,7 @@ class Attention(PagedLayer):
                 "use_rswa": use_rswa,
                 "use_tree_mask": use_tree_mask,
                 "use_per_head_quant_scales": use_per_head_quant_scales,
+                "use_batch_invariant": use_batch_invariant,
             }
         )
         check_text("kv_sharing_target_layer_name", kv_sharing_target_layer_name, optional=True)
@@ -210,6 +213,7 @@ class Attention(PagedLayer):
                 attn_type=self.attn_type.value,
                 has_sliding_window=sliding_window is not None,
                 use_non_causal=use_non_causal,
+                use_batch_invariant=use_batch_invariant,
                 use_kv_connector=use_kv_connector,
                 use_mm_prefix=use_mm_prefix,
                 use_rswa=use_rswa,
