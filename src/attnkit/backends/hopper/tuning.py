@@ -201,8 +201,8 @@ def chosen_pages(size: int) -> int:
 
 
 SPARE = 6
-"""Percent by which shares may grow to end with requests, where that spares a fold: over latents 128 KiB a
-piece, which take as long as three K/V tiles; in dense decodes of 64 rows a launch and float32 rows out
+"""Percent by which shares may grow to end with requests, where that spares a fold: over latents 128 KiB
+a piece, which take as long as three K/V tiles; in dense decodes of 64 rows a launch and float32 rows out
 and back (B64 ctx 4096 of 8 queries 253 us, not 265). Decodes of 16 rows fold by themselves, and their
 equal shares are left alone (-1.5 to +1.4 %)."""
 
