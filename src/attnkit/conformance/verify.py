@@ -24,6 +24,7 @@ from attnkit.conformance.mla.cases import all_mla_cases
 from attnkit.conformance.mla.claims import all_mla_claims
 from attnkit.conformance.mla.laws import MLA_LAWS
 from attnkit.conformance.mla.subject import MLASubject
+from attnkit.conformance.names import check_names
 from attnkit.conformance.subject import LawBroken, NotClaimed, Subject
 from attnkit.contract import AttentionBackend
 from attnkit.errors import ConfigurationError
@@ -220,6 +221,7 @@ def all_checks(subject: Subject) -> tuple[Check, ...]:
     else:
         claims, laws = all_claims(subject.basis()), LAWS
     return (
+        Check(name="claim:names of the contract", run=lambda: check_names(subject.backend)),
         *(
             Check(
                 name=f"claim:{claim.name}",
