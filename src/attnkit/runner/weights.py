@@ -21,7 +21,7 @@ from torch import nn
 
 from attnkit.backends.cpu.native import native_kernels
 from attnkit.backends.cpu.operands import CODED_COLUMNS, CODED_GROUP, NativeCodedLinear
-from attnkit.backends.cpu.pages import use_huge_pages
+from attnkit.backends.cpu.pages import use_huge_pages_later
 from attnkit.errors import ConfigurationError
 from attnkit.runner.linear import OpaqueLinear, replace_linears
 
@@ -233,7 +233,7 @@ def quantize_linears(model: nn.Module, weights: str) -> int:
         return Int8Linear(linear, name) if has_int8 else None
 
     num_replaced = replace_linears(model, quantize)
-    use_huge_pages(pieces)
+    use_huge_pages_later(pieces)
     return num_replaced
 
 
