@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnkit.garbage import collection_paused
+import attnkit.garbage as _garbage
 
-with collection_paused():
+with _garbage.collection_paused():
     from attnkit.batch import make_batch
     from attnkit.compiled import forward_context
     from attnkit.kvcache.pool import PagedKVCache
