@@ -143,14 +143,10 @@ def time_cold(calls: Mapping[str, Call], effort: Effort, device: torch.device) -
             end.synchronize()
             lengths.append(start.elapsed_time(end) * 1e3)
         samples: dict[str, list[float]] = {name: [] for name in calls}
-        turns = list(calls.items())
         for _ in range(effort.rounds(statistics.median(lengths))):
-            # The first call after a pause took 5 to 12 % longer where products bind it, whoever's it was
-            # (H200). So it is not counted, and everybody follows somebody.
-            order = [turns[-1], *turns]
-            pairs = [(name, *sample(call, host[name].median_us)) for name, call in order]
+            pairs = [(name, *sample(call, host[name].median_us)) for name, call in calls.items()]
             torch.cuda.synchronize(device)
-            for name, start, end in pairs[1:]:
+            for name, start, end in pairs:
                 samples[name].append(start.elapsed_time(end) * 1e3)
     return {name: Timing.of(values) for name, values in samples.items()}
 
