@@ -11,10 +11,10 @@ import torch
 
 from attnkit.conformance import verify
 from attnkit.conformance.claims import all_claims
+from attnkit.conformance.kit import all_checks, outcome_of
 from attnkit.conformance.laws import LAWS
 from attnkit.conformance.subject import Subject
 from attnkit.conformance.twin import TwinBackend, TwinImpl
-from attnkit.conformance.verify import all_checks, outcome_of
 from attnkit.contract import KVCacheLayout, KVCacheSpec, MultipleOf
 from attnkit.errors import (
     BackendUnavailable,
