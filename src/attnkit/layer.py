@@ -256,12 +256,15 @@ class Attention(PagedLayer):
         parameter = inspect.signature(impl_cls.forward).parameters.get("output")
         is_older = parameter is not None and parameter.default is not inspect.Parameter.empty
         self._passes_output = not is_older or self.backend.accept_output_buffer
-        self._shares_cache = kv_sharing_target_layer_name is not None
+        shares_cache = kv_sharing_target_layer_name is not None
         self._writes_cache = (
             self._needs_cache
-            and not self._shares_cache
+            and not shares_cache
             and not self.backend.forward_includes_kv_cache_update
         )
+        # How much of an encoder's output a step writes, the impl knows if it does the writing.
+        is_cross = self.attn_type is AttentionType.ENCODER_DECODER
+        self._checks_keys = self._writes_cache or not (shares_cache or is_cross)
         self._page = (
             logical_page(self.backend, self._spec(block_size)) if self._needs_cache else None
         )
@@ -443,7 +446,7 @@ class Attention(PagedLayer):
     ) -> None:
         """Whether tensors, cache and plan are of one step, by their shapes alone."""
         check_num_rows(self, query, attn_metadata)
-        if key is not None and not self._shares_cache:
+        if key is not None and self._checks_keys:
             check_num_keys(self, key, attn_metadata)
         if self._needs_cache:
             check_cache(self, kv_cache, self._page)
