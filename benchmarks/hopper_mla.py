@@ -241,16 +241,12 @@ def triton_mla(s: Shape, t: dict[str, torch.Tensor]) -> Callable[[], torch.Tenso
         numel = Parts.numel(operands, s.query_len, splits)
         memory = torch.empty(numel, device=DEVICE)
         parts = Parts.of(memory, operands, s.query_len, splits)
+    work = triton_launch.DecodeWork(
+        max_query_len=s.query_len, config=config, num_splits=splits, parts=parts
+    )
 
     def run() -> torch.Tensor:
-        mla_launch.launch_mla_decode(
-            operands,
-            SCALE,
-            max_query_len=s.query_len,
-            num_splits=splits,
-            parts=parts,
-            config=config,
-        )
+        mla_launch.launch_mla_decode(operands, SCALE, work)
         return operands.output
 
     return run
