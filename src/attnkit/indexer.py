@@ -114,7 +114,8 @@ class LightningIndexer:
         self._dtype = torch.uint8 if self._codec else kv_cache_torch_dtype(kv_cache_dtype, dtype)
         DeviceCapability.of(device)
         self.device = torch.device(device)
-        self.backend, self.kernels = _kernels(backend, num_heads, head_size, self.device)
+        self.backend, kernels = _kernels(backend, num_heads, head_size, self.device)
+        self.kernels: IndexKernels = kernels()
         shape = (max_num_batched_tokens, topk_tokens)
         lists = topk_indices_buffer
         if lists is None:

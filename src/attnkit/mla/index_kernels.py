@@ -21,7 +21,7 @@ _MAX_PRODUCTS = 1 << 25
 
 
 class IndexKernels(Protocol):
-    """Kernels under a name of `attnkit.backends.INDEX_KERNELS`; they keep nothing."""
+    """Kernels of one indexer, under a name of `attnkit.backends.INDEX_KERNELS`."""
 
     is_capturable: bool
     """Neither waits for the device, so that a CUDA graph may hold both."""
@@ -31,14 +31,13 @@ class IndexKernels(Protocol):
         """Why they cannot run an indexer of these sizes there; None: they can."""
         ...
 
-    @staticmethod
-    def write(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def write(self, k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write keys (at least T, head_size) to their slots (T,) of a cache (num_blocks, block_size, C);
         -1 writes nothing."""
         ...
 
-    @staticmethod
     def choose(
+        self,
         q: torch.Tensor,
         weights: torch.Tensor,
         cache: torch.Tensor,
@@ -67,8 +66,7 @@ class TorchIndexKernels:
     def refusal(num_heads: int, head_size: int, device: torch.device) -> str | None:
         return None
 
-    @staticmethod
-    def write(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def write(self, k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         check_slots(slot_mapping, *cache.shape[:2])
         written = slot_mapping >= 0
         slots, rows = slot_mapping[written], k[: slot_mapping.shape[0]][written]
@@ -77,8 +75,8 @@ class TorchIndexKernels:
         block_size = cache.shape[1]
         cache[slots // block_size, slots % block_size] = rows.to(cache.dtype)
 
-    @staticmethod
     def choose(
+        self,
         q: torch.Tensor,
         weights: torch.Tensor,
         cache: torch.Tensor,

@@ -159,16 +159,14 @@ def _index(
         f"{name}-write",
         index_launch.index_write_call(_empty(256, 128, dtype=dtype), pages, slots),
     )
-    calls = index_launch.index_choose_calls(
-        _empty(256, 64, 128, dtype=dtype),
-        _empty(256, 64, dtype=torch.float32),
-        pages,
-        _empty(65, dtype=torch.int32),
-        _empty(64, dtype=torch.int32),
-        _empty(64, 1 << 16, dtype=torch.int32),
-        _empty(256, 2048, dtype=torch.int32),
-        max_seq_len=1 << 16,
-        gpu=gpu,
+    step = index_launch.IndexStep(
+        q=_empty(256, 64, 128, dtype=dtype),
+        weights=_empty(256, 64, dtype=torch.float32),
+        query_start_loc=_empty(65, dtype=torch.int32),
+        seq_lens=_empty(64, dtype=torch.int32),
+        block_table=_empty(64, 1 << 16, dtype=torch.int32),
+        lists=_empty(256, 2048, dtype=torch.int32),
     )
-    for call, suffix in zip(calls, ("-score", "-top"), strict=False):
-        yield name + suffix, call
+    part = step.parts(page, 1 << 16)[0]
+    yield f"{name}-score", index_launch.index_score_call(step, part, pages, gpu)
+    yield f"{name}-top", index_launch.index_top_call(step, part)
