@@ -231,7 +231,8 @@ def test_decodes_over_chosen_latents(log: list[Started], formats: list[str]) -> 
     assert min(repeated.values()) >= 10, repeated
 
 
-def test_prefills_over_latents(log: list[Started]) -> None:
+@pytest.mark.parametrize("pages", [False, True], ids=["own tokens", "pages"])
+def test_prefills_over_latents(log: list[Started], pages: bool) -> None:
     def prepare(
         draw: Callable[..., Any],
     ) -> tuple[Callable[[], TritonMLAPrefill], Callable[..., Step]]:
@@ -246,15 +247,15 @@ def test_prefills_over_latents(log: list[Started]) -> None:
             output = rows_of(c["output"], tokens, heads, v, dtype)
             lse = torch.empty(tokens, heads)
             starts = torch.zeros(num_reqs + 1, dtype=torch.int32)
-            size = c["block_size"]
-            rows = tokens if size is None else 8 * size
+            rows = 8 * 64 if pages else tokens
             both = torch.empty(rows, heads, nope + rope + v, dtype=dtype)
-            key, value = both[..., : nope + rope], both[..., nope + rope :]
+            other = torch.empty_like(both) if c["keys_with_values"] == "apart" else both
+            key, value = both[..., : nope + rope], other[..., nope + rope :]
             if not c["keys_with_values"]:
                 key = rows_of(c["key"], rows, heads, nope + rope, dtype)
                 value = rows_of(c["value"], rows, heads, v, dtype)
             given = (query, key, value)
-            if size is None:
+            if not pages:
                 plan: Any = SimpleNamespace(query_start_loc=starts)
                 codes = QuantizedOutput.empty(
                     kFp8StaticTensorSym, tokens, heads * v, scale=torch.ones(1)
@@ -267,8 +268,8 @@ def test_prefills_over_latents(log: list[Started]) -> None:
                 kv_lens=torch.zeros(num_reqs, dtype=torch.int32),
                 block_table=torch.zeros(num_reqs, c["width"], dtype=torch.int32),
             )
-            pages = (x.unflatten(0, (8, size)) for x in (key, value))
-            given = (query, *pages)
+            blocks = (x.unflatten(0, (8, 64))[:, : c["block_size"]] for x in (key, value))
+            given = (query, *blocks)
             return lambda one: one.run_prefill_context_chunk(*given, chunk, output, lse)
 
         return lambda: TritonMLAPrefill(heads, 0.1, d), step_of
@@ -279,8 +280,8 @@ def test_prefills_over_latents(log: list[Started]) -> None:
         "key": ("own", ROWS),
         "value": ("packed", ROWS),
         "output": ("own", ROWS),
-        "keys_with_values": (False, st.booleans()),
-        "block_size": (None, st.sampled_from([None, 16, 64])),
+        "keys_with_values": (True, st.sampled_from([False, True, "apart"])),
+        "block_size": (64, st.sampled_from([64, 16])),
         "codes": (False, st.booleans()),
     }
     counts = {
