@@ -166,7 +166,7 @@ def ours(
     )
     planner = mla_plan.LatentPlanner(DEVICE, s.num_reqs, s.page_size)
     planner._num_programs *= programs
-    work = planner.plan(part, s.num_heads, coded)
+    work = planner.plan(part, t["q"].shape[0], mla_plan.Layers(s.num_heads, coded))
     plan_launch.LATENT_SPARE, mla_plan.latent_rows = usual
     mla_plan.latent_config = latent_config
     q = t["q"]

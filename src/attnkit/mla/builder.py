@@ -1,4 +1,5 @@
-"""MLAMetadataBuilder: plan a batch for a backend over latents.
+"""MLAMetadataBuilder: plan a batch for a backend over latents; ReplayedMLAMetadataBuilder: one whose
+plans of decodes are replayed.
 
 In: a `CommonAttentionMetadata`, decodes first where the engine heeds `reorder_batch_threshold`. Out: an
 `MLAMetadata`. What depends on lengths is worked out on the host and goes up in one copy; the block ids
@@ -7,12 +8,14 @@ of contexts are picked on the device.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from attnkit.contract import (
+    AttentionCGSupport,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
     KVCacheSpec,
@@ -134,6 +137,24 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             ),
             query_start_loc_cpu=own_starts,
         )
+
+
+class ReplayedMLAMetadataBuilder(MLAMetadataBuilder):
+    """Plans are replayed for batches of decodes, whose lengths kernels read on the device."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> MLAMetadata:
+        """Plan for any batch of decodes of at most these requests and queries, of any contexts."""
+        plan = self.build(0, common_attn_metadata)
+        assert plan.prefill is None, "only batches of decodes are captured"
+        if plan.decode is not None:
+            longest = max(plan.decode.max_seq_len, self.vllm_config.model_config.max_model_len)
+            plan.decode = replace(plan.decode, max_seq_len=longest)
+        plan.is_captured = True
+        return plan
 
 
 def _sketch(spans: list[Span], starts: np.ndarray) -> list[np.ndarray]:

@@ -106,6 +106,7 @@ class MLAMetadata:
         num_prefills: requests behind them.
         num_prefill_tokens: their tokens.
         decode, prefill: the parts; None where there is none.
+        is_captured: launched into a graph, which other lengths will be replayed with.
     """
 
     num_actual_tokens: int
@@ -118,6 +119,7 @@ class MLAMetadata:
     num_prefill_tokens: int
     decode: DecodePart | None
     prefill: PrefillPart | None
+    is_captured: bool = False
 
 
 def seen_by_queries(

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attnkit.backends.hopper.mla_plan import HopperMLAMetadata, HopperMLAMetadataBuilder
+from attnkit.backends.hopper.mla_plan import (
+    HopperMLAMetadata,
+    HopperMLAMetadataBuilder,
+    Layers,
+)
 from attnkit.backends.hopper.mla_prefill import HopperMLAPrefill
 from attnkit.backends.hopper.sm90 import Sm90Backend
 from attnkit.backends.hopper.tuning import CACHE_DTYPES, LATENT_SIZES, latent_config
@@ -115,7 +119,7 @@ class HopperMLAImpl(TritonMLAImpl):
             scale=scale,
             k_scale=layer_scale("k_scale", layer._k_scale, 1) if coded else None,
         )
-        work = attn_metadata.work(self.num_heads, coded)
+        work = attn_metadata.work(Layers(self.num_heads, coded))
         config = latent_config(
             self.num_heads, cache.shape[1], work.tile_rows, lse=lse is not None, coded=coded
         )

@@ -119,7 +119,7 @@ class HopperMLASparseImpl(SparseLatentImpl[Any], HopperMLAImpl):
         kind = Lists(self.num_heads, lists.shape[1], self.lists_are_distinct)
         rows, table = attn_metadata.planner.rows(kind.size, query.dtype)
         source = self._source(lists, kv_c_and_k_pe_cache, attn_metadata, query.dtype)
-        for chosen in attn_metadata.chosen_works(kind):
+        for chosen in attn_metadata.work(kind):
             some = slice(chosen.first_token, min(chosen.end_token, num_tokens))
             if some.start >= some.stop:  # A captured graph has more queries.
                 break

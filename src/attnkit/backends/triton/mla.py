@@ -8,7 +8,7 @@ step to step (`repeat`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -23,14 +23,13 @@ from attnkit.backends.triton.operands import Parts
 from attnkit.backends.triton.plan import Workspace, longest_to_mean
 from attnkit.contract import (
     AttentionBackend,
-    AttentionCGSupport,
     AttentionLayer,
     CommonAttentionMetadata,
     DeviceCapability,
     KVCacheSpec,
     MLADimensions,
 )
-from attnkit.mla.builder import MLAMetadataBuilder
+from attnkit.mla.builder import ReplayedMLAMetadataBuilder
 from attnkit.mla.impl import LatentImpl
 from attnkit.mla.layer import format_refusal
 from attnkit.mla.plan import DecodePart, MLAMetadata
@@ -51,19 +50,16 @@ class TritonMLAMetadata(MLAMetadata):
 
     Attributes:
         longest_to_mean: how many times as long as the mean the longest context is; 1 if unknown.
-        is_captured: launched into a graph, which other lengths will be replayed with.
         workspace: for states of requests that programs share.
     """
 
     longest_to_mean: float
-    is_captured: bool
     workspace: Workspace
 
 
-class TritonMLAMetadataBuilder(MLAMetadataBuilder):
-    """Plans are replayed for batches of decodes."""
+class TritonMLAMetadataBuilder(ReplayedMLAMetadataBuilder):
+    """Copies nothing and launches nothing for decodes."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     decode_query_len: ClassVar[int] = 8
 
     def __init__(
@@ -91,21 +87,8 @@ class TritonMLAMetadataBuilder(MLAMetadataBuilder):
         return TritonMLAMetadata(
             **vars(plan),
             longest_to_mean=longest_to_mean(None if bounds is None else bounds[: plan.num_decodes]),
-            is_captured=False,
             workspace=self._workspace,
         )
-
-    def build_for_cudagraph_capture(
-        self, common_attn_metadata: CommonAttentionMetadata
-    ) -> TritonMLAMetadata:
-        """Plan for any batch of decodes of at most these requests and queries, of any contexts."""
-        plan = self.build(0, common_attn_metadata)
-        assert plan.prefill is None, "only batches of decodes are captured"
-        if plan.decode is not None:
-            longest = max(plan.decode.max_seq_len, self.vllm_config.model_config.max_model_len)
-            plan.decode = replace(plan.decode, max_seq_len=longest)
-        plan.is_captured = True
-        return plan
 
 
 class TritonMLABackend(AttentionBackend):
