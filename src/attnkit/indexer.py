@@ -131,6 +131,11 @@ class LightningIndexer:
             )
         self.topk_indices_buffer = lists
 
+    @property
+    def lists_are_whole_up_to(self) -> int:
+        """A query that sees no more keys is told all of them."""
+        return self.topk_tokens
+
     def get_kv_cache_spec(self, block_size: int | None = None) -> MLAAttentionSpec:
         """What it keeps in the cache: one key a token.
 

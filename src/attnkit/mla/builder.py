@@ -68,10 +68,7 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
         batch = common_attn_metadata
         starts = batch.query_start_loc_cpu.numpy().astype(np.int64)
         query_lens = np.diff(starts)
-        threshold = self.reorder_batch_threshold
-        assert threshold is not None
-        longer = np.flatnonzero(query_lens > threshold)
-        num_decodes = int(longer[0]) if longer.size else batch.num_reqs
+        num_decodes = self.count_decodes(batch, query_lens)
         num_tokens, num_decode_tokens = int(starts[-1]), int(starts[num_decodes])
         decode = prefill = None
         if num_decode_tokens:
@@ -99,6 +96,13 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             decode=decode,
             prefill=prefill,
         )
+
+    def count_decodes(self, batch: CommonAttentionMetadata, query_lens: np.ndarray) -> int:
+        """Requests at the front that are decodes: those before the first with more queries than
+        `reorder_batch_threshold`."""
+        assert self.reorder_batch_threshold is not None
+        longer = np.flatnonzero(query_lens > self.reorder_batch_threshold)
+        return int(longer[0]) if longer.size else len(query_lens)
 
     def _prefill(
         self, batch: CommonAttentionMetadata, starts: np.ndarray, first: int
@@ -130,6 +134,7 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             num_tokens=int(starts[-1]),
             query_start_loc=moved[part_starts],
             max_query_len=int(own_lens.max()),
+            max_seq_len=int(seq_lens[query_lens > 0].max()),
             own_rows=None if part_rows is None else moved[part_rows],
             chunks=tuple(
                 _chunk(sketches[i], spans, starts, [moved[part] for part in parts[i]], table)

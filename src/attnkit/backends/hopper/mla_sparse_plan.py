@@ -9,7 +9,7 @@ long. What lists really name is known only when a layer runs, and is put into th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,7 @@ from attnkit.backends.hopper.tuning import (
 )
 from attnkit.contract import CommonAttentionMetadata
 from attnkit.mla.plan import DecodePart, MLAMetadata
-from attnkit.mla.sparse import ALL_QUERIES
+from attnkit.mla.sparse import SparseMLAMetadataBuilder
 
 
 class Lists(NamedTuple):
@@ -136,10 +136,9 @@ class HopperMLASparseMetadata(SharedMLAMetadata):
     planner: ChosenPlanner
 
 
-class HopperMLASparseMetadataBuilder(HopperMLAMetadataBuilder):
-    """Every request is a decode."""
+class HopperMLASparseMetadataBuilder(SparseMLAMetadataBuilder, HopperMLAMetadataBuilder):
+    """Of both."""
 
-    decode_query_len: ClassVar[int] = ALL_QUERIES
     _planner: ChosenPlanner
 
     @classmethod

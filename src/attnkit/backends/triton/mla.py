@@ -33,7 +33,7 @@ from attnkit.mla.builder import ReplayedMLAMetadataBuilder
 from attnkit.mla.impl import LatentImpl
 from attnkit.mla.layer import format_refusal
 from attnkit.mla.plan import DecodePart, MLAMetadata
-from attnkit.mla.sparse import ALL_QUERIES, SparseLatentImpl, token_pages
+from attnkit.mla.sparse import SparseLatentImpl, SparseMLAMetadataBuilder, token_pages
 
 if TYPE_CHECKING:
     from attnkit.backends.kernel_call import KernelCall
@@ -313,10 +313,8 @@ class TritonMLAImpl(LatentImpl[TritonMLAMetadata]):
         )
 
 
-class TritonMLASparseMetadataBuilder(TritonMLAMetadataBuilder):
-    """Every request is a decode."""
-
-    decode_query_len: ClassVar[int] = ALL_QUERIES
+class TritonMLASparseMetadataBuilder(SparseMLAMetadataBuilder, TritonMLAMetadataBuilder):
+    """Of both."""
 
 
 class TritonMLASparseBackend(TritonMLABackend):
