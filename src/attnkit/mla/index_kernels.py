@@ -89,6 +89,10 @@ class TorchIndexKernels:
             start, end = starts[request], starts[request + 1]
             if start == end:
                 continue
+            if kv_len <= lists.shape[1]:
+                num_seen = torch.arange(start - end + 1, 1, device=q.device) + kv_len
+                lists[start:end] = _first_positions(num_seen, lists.shape[1])
+                continue
             keys = _keys_of(cache, batch.block_table_tensor[request], kv_len, head_size)
             rows = max(1, _MAX_PRODUCTS // max(1, kv_len * num_heads))
             for first in range(start, end, rows):
@@ -143,3 +147,9 @@ def top_positions(scores: torch.Tensor, num_seen: torch.Tensor, k: int) -> torch
     lists = torch.full((num_queries, k), -1, dtype=torch.int32, device=scores.device)
     lists[:, : best.shape[1]] = torch.where(best < num_keys, best, -1)
     return lists
+
+
+def _first_positions(num_seen: torch.Tensor, k: int) -> torch.Tensor:
+    """All that queries see of no more than k keys, as `top_positions` would list them."""
+    positions = torch.arange(k, dtype=torch.int32, device=num_seen.device)
+    return torch.where(positions < num_seen[:, None], positions, -1)

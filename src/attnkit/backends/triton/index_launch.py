@@ -252,7 +252,6 @@ def index_top_changes(step: IndexStep, part: IndexPart) -> dict[str, Any]:
     return {
         **_of_part(step, part),
         "lists_ptr": step.lists,
-        "k": step.lists.shape[1],
         "lists_stride": step.lists.stride(0),
     }
 
@@ -266,5 +265,6 @@ def _of_part(step: IndexStep, part: IndexPart) -> dict[str, Any]:
         "num_reqs": step.seq_lens.shape[0],
         "first_query": part.first,
         "max_seen": part.scores.shape[1],
+        "k": step.lists.shape[1],
         "scores_stride": part.scores.stride(0),
     }
