@@ -52,6 +52,7 @@ fmt: $(VENV)/.test
 
 docs: $(VENV)/.test
 	$(BIN)/python -m attnkit.cli.docs
+	$(BIN)/python benchmarks/measured.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -26,6 +26,12 @@ def test_generated_docs_are_fresh() -> None:
         assert (ROOT / "docs" / name).read_text() == text, f"docs/{name}: run `make docs`"
 
 
+def test_figures_are_those_of_the_records() -> None:
+    command = [sys.executable, ROOT / "benchmarks" / "measured.py", "--check"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 def test_every_environment_variable_is_documented() -> None:
     read = {
         variable

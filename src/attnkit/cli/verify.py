@@ -22,6 +22,13 @@ def verify(
     ],
     device: Annotated[str, typer.Option(help="Where to run: cpu or cuda.")] = "cpu",
     only: Annotated[str | None, typer.Option(help="Only checks whose name contains this.")] = None,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Processes to spread checks over; on a GPU, where kernels are compiled first.",
+        ),
+    ] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the whole report as JSON.")
     ] = False,
@@ -42,6 +49,6 @@ def verify(
         def progress(done: int, total: int, name: str) -> None:
             bar.update(task, completed=done, total=total, description=name[:40].ljust(40))
 
-        report = run_kit(backend, device=device, filter=only, progress=progress)
+        report = run_kit(backend, device=device, filter=only, progress=progress, jobs=jobs)
     typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else str(report))
     raise typer.Exit(0 if report.ok else 1)

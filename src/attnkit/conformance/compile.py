@@ -29,6 +29,7 @@ from attnkit.backends.kernel_call import KernelCall
 from attnkit.backends.stored import Stored
 from attnkit.backends.triton import cache_launch, configs, launch
 from attnkit.backends.triton.operands import Operands, OutputCodes, Parts
+from attnkit.conformance.hopper_compile import hopper_variants
 from attnkit.conformance.mla.compile import mla_variants
 from attnkit.contract import (
     AttentionVariant,
@@ -225,6 +226,8 @@ def _variants(gpu: configs.Gpu) -> Iterator[tuple[str, KernelCall]]:
     yield _write("write-bf16-80", 80, bf16)
     yield _write("write-fp32-128-cache-bf16", 128, fp32, cache=bf16)
     yield from mla_variants(gpu)
+    if gpu == configs.HOPPER:
+        yield from hopper_variants()
 
 
 Cache = torch.dtype | str

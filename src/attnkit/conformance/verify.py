@@ -135,6 +135,7 @@ def verify(
     device: torch.device | str = "cpu",
     filter: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
+    jobs: int = 1,
 ) -> Report:
     """Judge a backend on everything it claims.
 
@@ -142,12 +143,22 @@ def verify(
         backend: a class, or a name as `attnkit.select` takes it (`path/to/file.py:Class` too).
         device: where to run.
         filter: only checks whose name contains this.
-        progress: called before each check with how many are done, how many there are, and its name.
+        progress: called before each check with how many are done, how many there are, and its name; with
+            several jobs after each.
+        jobs: processes to run checks in. More than one needs a backend by name, and a script of its own
+            that starts this has `if __name__ == "__main__":` around it, as Python's processes ask for.
 
     Raises:
         BackendError: there is no such backend, or it cannot run on this machine.
-        ConfigurationError: there is no such device, or no check has such a name.
+        ConfigurationError: there is no such device, no check has such a name, or `jobs` is below 1, or
+            above it with a class.
     """
+    if jobs < 1 or (jobs > 1 and not isinstance(backend, str)):
+        raise ConfigurationError(
+            f"jobs={jobs} with {backend!r}: jobs is at least 1, and more than one take the backend by "
+            "name ('cpu', 'path/to/file.py:Class' or 'package.module:Class'), since each process has to "
+            "find it"
+        )
     subject = subject_of(backend, device)
     started = time.perf_counter()
     every = all_checks(subject)
@@ -158,10 +169,22 @@ def verify(
             f"{', '.join(c.name for c in every[:: len(every) // 3])}"
         )
     outcomes = []
-    for done, check in enumerate(checks):
-        if progress is not None:
-            progress(done, len(checks), check.name)
-        outcomes.append(outcome_of(check))
+    if jobs > 1 and isinstance(backend, str):
+        from attnkit.conformance.processes import judge  # It runs what is defined here.
+
+        names = {c.name for c in checks}
+        chosen = [(i, c.name) for i, c in enumerate(every) if c.name in names]
+        for outcome in judge(backend, str(device), chosen, jobs):
+            outcomes.append(outcome)
+            if progress is not None:
+                progress(len(outcomes), len(checks), outcome.name)
+        order = {name: i for i, name in chosen}
+        outcomes.sort(key=lambda outcome: order[outcome.name])
+    else:
+        for done, check in enumerate(checks):
+            if progress is not None:
+                progress(done, len(checks), check.name)
+            outcomes.append(outcome_of(check))
     return Report(
         backend=subject.name,
         device=str(subject.device),

@@ -8,6 +8,7 @@ in plain Triton; `launch.merge_call` starts it.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -34,8 +35,9 @@ def merge_kernel(
 
     A record is one split (`plan_kernels.fill_row_tiles_kernel`), and all splits of a row tile take part.
     The sink joins here, one more logit in the denominator. A row that saw no key becomes 0, and its LSE
-    -inf or the sink's.
+    -inf or the sink's. It may be launched while the kernel before it runs, and waits for its end.
     """
+    gdc_wait()
     record = records_ptr + tl.program_id(0) * 16
     token = tl.load(record + 1)
     head_tile = tl.load(record + 2)
