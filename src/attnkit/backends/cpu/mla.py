@@ -265,7 +265,7 @@ def _check_rows(cache: torch.Tensor) -> None:
 
 
 class CpuMLASparseMetadataBuilder(SparseMLAMetadataBuilder, CpuMLAMetadataBuilder):
-    """Of both."""
+    """Plans for chosen keys."""
 
 
 class CpuMLASparseBackend(CpuMLABackend):

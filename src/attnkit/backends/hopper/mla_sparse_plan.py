@@ -137,7 +137,7 @@ class HopperMLASparseMetadata(SharedMLAMetadata):
 
 
 class HopperMLASparseMetadataBuilder(SparseMLAMetadataBuilder, HopperMLAMetadataBuilder):
-    """Of both."""
+    """Plans for chosen keys."""
 
     _planner: ChosenPlanner
 

@@ -314,7 +314,7 @@ class TritonMLAImpl(LatentImpl[TritonMLAMetadata]):
 
 
 class TritonMLASparseMetadataBuilder(SparseMLAMetadataBuilder, TritonMLAMetadataBuilder):
-    """Of both."""
+    """Plans for chosen keys."""
 
 
 class TritonMLASparseBackend(TritonMLABackend):
