@@ -167,7 +167,7 @@ def ours(
     )
     planner = mla_plan.LatentPlanner(DEVICE, s.num_reqs, s.page_size)
     planner._num_programs *= programs
-    work = planner.plan(part, s.num_heads, coded)
+    work = planner.plan(part, t["q"].shape[0], mla_plan.Layers(s.num_heads, coded))
     plan_launch.SPARE, mla_plan.latent_rows = usual
     mla_plan.latent_config = latent_config
     q = t["q"]
@@ -242,16 +242,12 @@ def triton_mla(s: Shape, t: dict[str, torch.Tensor]) -> Callable[[], torch.Tenso
         numel = Parts.numel(operands, s.query_len, splits)
         memory = torch.empty(numel, device=DEVICE)
         parts = Parts.of(memory, operands, s.query_len, splits)
+    work = triton_launch.DecodeWork(
+        max_query_len=s.query_len, config=config, num_splits=splits, parts=parts
+    )
 
     def run() -> torch.Tensor:
-        mla_launch.launch_mla_decode(
-            operands,
-            SCALE,
-            max_query_len=s.query_len,
-            num_splits=splits,
-            parts=parts,
-            config=config,
-        )
+        mla_launch.launch_mla_decode(operands, SCALE, work)
         return operands.output
 
     return run
