@@ -2,7 +2,8 @@
 
 In: a model, a text (docs/semantics.md). Out: a table, and with --json a record: per format the
 perplexity over windows of the text, tokens a second of one stream and of 16 prompts, tokens of prompts
-a second (four windows in one step), in turns in one process, and the bytes of the linear layers' weights.
+a second (four windows in one step), in turns in one process, and the bytes of the linear layers'
+weights.
 
     python benchmarks/weights_cpu.py --threads 2 --json benchmarks/weights-cpu.json
 """
