@@ -12,11 +12,11 @@ cold L2 and as a replayed graph. Work is planned once a step for all layers, so 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +29,7 @@ from attnkit.backends.hopper.config import LatentConfig
 from attnkit.backends.hopper.mla_prefill import HopperMLAPrefill
 from attnkit.backends.hopper.tuning import latent_config
 from attnkit.backends.triton.mla_prefill import TritonMLAPrefill
+from attnkit.bench.record import write
 from attnkit.contract import MLADimensions
 from attnkit.indexer import LightningIndexer
 from attnkit.mla.plan import DecodePart, PrefillPart
@@ -166,7 +167,7 @@ def ours(
     )
     planner = mla_plan.LatentPlanner(DEVICE, s.num_reqs, s.page_size)
     planner._num_programs *= programs
-    work = planner.plan(part, s.num_heads, coded)
+    work = planner.plan(part, t["q"].shape[0], mla_plan.Layers(s.num_heads, coded))
     plan_launch.SPARE, mla_plan.latent_rows = usual
     mla_plan.latent_config = latent_config
     q = t["q"]
@@ -241,16 +242,12 @@ def triton_mla(s: Shape, t: dict[str, torch.Tensor]) -> Callable[[], torch.Tenso
         numel = Parts.numel(operands, s.query_len, splits)
         memory = torch.empty(numel, device=DEVICE)
         parts = Parts.of(memory, operands, s.query_len, splits)
+    work = triton_launch.DecodeWork(
+        max_query_len=s.query_len, config=config, num_splits=splits, parts=parts
+    )
 
     def run() -> torch.Tensor:
-        mla_launch.launch_mla_decode(
-            operands,
-            SCALE,
-            max_query_len=s.query_len,
-            num_splits=splits,
-            parts=parts,
-            config=config,
-        )
+        mla_launch.launch_mla_decode(operands, SCALE, work)
         return operands.output
 
     return run
@@ -663,7 +660,7 @@ def cases(peers: Any) -> Iterator[tuple[str, Callable[[Clock, dict[str, float]],
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", required=True)
+    parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--peers", help="folder of peers.py")
     parser.add_argument("--commit", default="")
     parser.add_argument("--only", default="", help="shapes whose name contains this")
@@ -692,8 +689,7 @@ def main() -> None:
             "errors": errors,
             "rows": clock.rows,
         }
-        with open(options.json, "w") as file:
-            json.dump(record, file, indent=1)
+        write(record, options.json)
     own_names = ("hopper_mla", "hopper_mla_sparse", "hopper prefill")
     # Of chosen keys the sparse one: it comes behind the dense one.
     mine = {r["case"] + str(r.get("graph")): r for r in clock.rows if r["who"] in own_names}

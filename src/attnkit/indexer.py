@@ -114,7 +114,8 @@ class LightningIndexer:
         self._dtype = torch.uint8 if self._codec else kv_cache_torch_dtype(kv_cache_dtype, dtype)
         DeviceCapability.of(device)
         self.device = torch.device(device)
-        self.backend, self.kernels = _kernels(backend, num_heads, head_size, self.device)
+        self.backend, kernels = _kernels(backend, num_heads, head_size, self.device)
+        self.kernels: IndexKernels = kernels()
         shape = (max_num_batched_tokens, topk_tokens)
         lists = topk_indices_buffer
         if lists is None:
@@ -129,6 +130,11 @@ class LightningIndexer:
                 f"torch.int32 {shape} on {self.device}"
             )
         self.topk_indices_buffer = lists
+
+    @property
+    def lists_are_whole_up_to(self) -> int:
+        """A query that sees no more keys is told all of them."""
+        return self.topk_tokens
 
     def get_kv_cache_spec(self, block_size: int | None = None) -> MLAAttentionSpec:
         """What it keeps in the cache: one key a token.

@@ -11,6 +11,7 @@ Under torch.compile the whole of it is one opaque node, as of `Attention`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from attnkit.arguments import check_attribute, check_count, check_flags, check_n
 from attnkit.backends.wrappers import check_tokens_per_state, compressed
 from attnkit.contract import (
     AttentionBackend,
+    AttentionMetadataBuilder,
     AttentionSpec,
     AttentionType,
     CommonAttentionMetadata,
@@ -43,7 +45,7 @@ from attnkit.kvcache.formats import LATENT_FORMATS
 from attnkit.mla.impl import LatentImpl
 from attnkit.mla.prefill_backend import MLAPrefillBackend
 from attnkit.mla.projection import KvBProjection
-from attnkit.mla.sparse import lists_of
+from attnkit.mla.sparse import SparseLatentImpl, SparseMLAMetadataBuilder, lists_of
 from attnkit.output_quant import QuantizedOutput
 from attnkit.paged_layer import PagedLayer, logical_page, without_gradients, zero_rows
 from attnkit.prefill_selection import select_prefill
@@ -253,6 +255,16 @@ class MLAAttention(PagedLayer):
             )
         )
 
+    def make_builder(
+        self, layer_names: Sequence[str] | None = None
+    ) -> AttentionMetadataBuilder[Any]:
+        builder = super().make_builder(layer_names)
+        if isinstance(builder, SparseMLAMetadataBuilder) and isinstance(
+            self.impl, SparseLatentImpl
+        ):
+            builder.longest_whole = self.impl.longest_whole
+        return builder
+
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Call once when a checkpoint is loaded: `kv_b_proj` is read, scales are checked. Latents and
         rotated parts are both scaled by `_k_scale`.
@@ -334,7 +346,7 @@ class MLAAttention(PagedLayer):
         check_num_written(self, key, plan)
         if self.indexer is not None:
             lists_of(self.indexer, plan.num_decode_tokens, query.device)
-            if plan.num_prefill_tokens and not self.impl.supports_dense_mha_prefill:
+            if plan.num_prefill_tokens and not self._may_prefill(plan):
                 raise BatchError(
                     f"layer {self.layer_name} attends to chosen keys, and got a plan with "
                     f"{plan.num_prefill_tokens} tokens to prefill, as of a layer over all keys; "
@@ -370,6 +382,13 @@ class MLAAttention(PagedLayer):
             self._store_lse(lse, decodes, given)
         if quantized is not None:
             quantized.write(numbers)
+
+    def _may_prefill(self, plan: Any) -> bool:
+        """Whether the prefills of a plan are right in a layer over chosen keys."""
+        impl = self.impl
+        if isinstance(impl, SparseLatentImpl):  # Those that are told all they see.
+            return plan.prefill.max_seq_len <= impl.longest_whole()
+        return impl.supports_dense_mha_prefill
 
     def _numbers(self, query: torch.Tensor, num_rows: int) -> torch.Tensor:
         return query.new_empty(num_rows, self.num_heads, self.head_size_v)

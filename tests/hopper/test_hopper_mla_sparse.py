@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from attnkit.backends.hopper import latent_gather, latent_gather_launch, tuning
+from attnkit.backends.hopper.mla import HopperMLABackend
 from attnkit.backends.hopper.mla_sparse import HopperMLASparseBackend
 from attnkit.backends.hopper.mla_sparse_plan import Lists
 from attnkit.conformance.checks import check_case, run_and_judge
+from attnkit.conformance.kit import claimed_checks, outcome_of
 from attnkit.conformance.mla.laws import lists_may_name_anything
 from attnkit.conformance.mla.subject import MLASubject
 from attnkit.conformance.subject import LawBroken, Subject
-from attnkit.conformance.verify import claimed_checks, outcome_of
 from attnkit.contract import DeviceCapability, MLADimensions
 from attnkit.errors import CacheError
 from attnkit.mla.hisparse import HiSparseCache
@@ -125,7 +126,7 @@ def test_lists_that_name_nothing_twice_are_planned_as_long_as_their_context(
     indexer = _told(lists, lists_are_distinct=distinct)
     layer, inputs = _layer(subject, indexer, query_lens=(1, 1, 1), seq_lens=(1, 70, 300))
     run_and_judge(subject, layer, inputs)
-    (chosen,) = subject.plan(layer, inputs, inputs.batch).chosen_works(Lists(4, 600, distinct))
+    (chosen,) = subject.plan(layer, inputs, inputs.batch).work(Lists(4, 600, distinct))
     num_tiles = int(chosen.work.share[1])
     assert num_tiles == (1 + 2 + 5 if distinct else 3 * 10)
 
@@ -141,14 +142,14 @@ def test_a_replayed_step_of_fewer_queries_runs_no_older_plan(
     builder = layer._builder
     plan = builder.build_for_cudagraph_capture(inputs.batch)
     kind = Lists(4, 6, False)
-    assert [c.first_token for c in plan.chosen_works(kind)] == [0, 2, 4]
+    assert [c.first_token for c in plan.work(kind)] == [0, 2, 4]
     starts = torch.tensor([0, 1, 1, 1, 1, 1], dtype=torch.int32)
     fewer = inputs.batch.replace(query_start_loc=starts, query_start_loc_cpu=starts)
-    works = builder.build(0, fewer).chosen_works(kind)
+    works = builder.build(0, fewer).work(kind)
     # Of parts without a query, one that is nobody's and sees nothing.
     assert [int(c.work.share[2]) for c in works] == [1, 1, 1]
     assert [c.owners[:, 1].tolist() for c in works] == [[6, 0], [0, 0], [0, 0]]
-    before = [c.work.share.data_ptr() for c in plan.chosen_works(kind)]
+    before = [c.work.share.data_ptr() for c in plan.work(kind)]
     assert [c.work.share.data_ptr() for c in works] == before
 
 
@@ -259,6 +260,12 @@ def test_what_the_kernels_do_not_do_is_a_reason(fields: dict, words: str | None)
     assert words is None or words in reasons[0]
 
 
-def test_a_card_has_to_judge_it_before_it_is_chosen_unasked() -> None:
+def test_it_is_chosen_before_the_portable_kernels() -> None:
     costs = {d.name: d.cost for d in decide(AttentionRequest(**SPARSE_LAYER), here=False)}
-    assert costs["hopper_mla_sparse"] > costs["triton_mla_sparse"]  # type: ignore[operator]
+    assert costs["hopper_mla_sparse"] < costs["triton_mla_sparse"]  # type: ignore[operator]
+
+
+def test_plans_of_the_dense_backend_are_not_its_own() -> None:
+    """Their works are of other kinds, and layers refuse what is not of the class."""
+    plans = [b.get_builder_cls().get_plan_cls() for b in (HopperMLABackend, HopperMLASparseBackend)]
+    assert not any(issubclass(a, b) for a, b in (plans, plans[::-1]))  # type: ignore[arg-type]

@@ -152,3 +152,17 @@ def test_a_layer_attends_to_what_its_indexer_chose() -> None:
         score = torch.einsum("hd,nhd->hn", q[t], key[chosen]) * 24**-0.5
         want = torch.einsum("hn,nhd->hd", torch.softmax(score, 1), value[chosen])
         torch.testing.assert_close(out[t], want, atol=1e-5, rtol=1e-5)
+
+
+def test_what_fits_a_list_is_told_without_scores() -> None:
+    """Contexts around the length of a list; NaN fits as well."""
+    lens, seq_lens = (2, 3, 2, 1), (K, K + 1, 2, K - 1)
+    indexer = LightningIndexer(HEADS, SIZE, K, kv_cache_dtype="float32")
+    g = torch.Generator().manual_seed(3)
+    q, k, w = (torch.randn(sum(lens), *n, generator=g) for n in ((HEADS, SIZE), (SIZE,), (HEADS,)))
+    q[0] = torch.nan
+    got = step(indexer, q, k, w, cache_of(indexer).normal_(generator=g), (lens, seq_lens))
+    assert got.tolist()[:2] == [[0, 1, 2, -1], [0, 1, 2, 3]]
+    assert got.tolist()[2:5] == [[0, 1, 2, -1], [0, 1, 2, 3], got.tolist()[4]]
+    assert -1 not in got[4]
+    assert got.tolist()[5:] == [[0, -1, -1, -1], [0, 1, -1, -1], [0, 1, 2, -1]]

@@ -14,6 +14,8 @@ from torch import nn
 from attnkit import MLAAttention, PagedKVCache, make_batch
 from attnkit.contract import MLADimensions
 from attnkit.errors import BatchError, UnsupportedConfiguration
+from attnkit.indexer import LightningIndexer
+from attnkit.mla.hisparse import HiSparseCache
 from attnkit.mla.plan import DecodePart
 from attnkit.mla.sparse import ChosenRows
 from attnkit.selection import AttentionRequest, decide
@@ -38,8 +40,6 @@ def test_layers_and_backends_of_two_kinds_do_not_mix() -> None:
         layer_of(backend="cpu_mla_sparse")
     with pytest.raises(UnsupportedConfiguration, match="the layer is MLA"):
         layer_of(indexer=indexer_of(4, 8), backend="cpu")
-    with pytest.raises(UnsupportedConfiguration, match="prefills by itself"):
-        layer_of(indexer=indexer_of(4, 8), prefill_backend="torch")
     assert layer_of(indexer=indexer_of(4, 8)).selection.name.endswith("_sparse")
     assert not layer_of().selection.name.endswith("_sparse")
     asked = AttentionRequest(head_size=40, dtype=torch.float32, use_mla=True, use_sparse=True)
@@ -159,3 +159,93 @@ def test_a_list_of_all_keys_is_dense_attention() -> None:
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
         assert not math.isnan(float(got.sum()))
+
+
+K = 24
+
+
+def whole_layer(backend: str, k: int = K, **changes: Any) -> MLAAttention:
+    """Told all they see by an indexer that says so, where that is no more than `k`."""
+    lists = torch.arange(k, dtype=torch.int32).expand(64, -1)
+    indexer = SimpleNamespace(topk_indices_buffer=lists, lists_are_whole_up_to=k)
+    torch.manual_seed(0)
+    return layer_of(indexer=indexer, backend=backend, return_lse=True, **changes)
+
+
+def cache_of(layer: MLAAttention) -> torch.Tensor:
+    cache = PagedKVCache({layer.layer_name: layer.get_kv_cache_spec()}, 9)[layer.layer_name]
+    return cache.normal_(generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", ["reference_mla", "cpu_mla", "triton_mla"])
+def test_prompts_that_fit_a_list_are_prefilled_as_over_all_keys(name: str) -> None:
+    """To the bit: a decode whose context is longer than a list, a prompt, and a chunk of another."""
+    if name.startswith("triton"):
+        pytest.importorskip("triton")
+    sparse = whole_layer(f"{name}_sparse")
+    torch.manual_seed(0)
+    dense = layer_of(backend=name, return_lse=True)
+    lens, seq_lens = [1, K - 5, 16], [30, K - 5, K]
+    batch = make_batch(lens, seq_lens, [[1, 2], [3, 4], [5, 6]], 16)
+    g = torch.Generator().manual_seed(2)
+    given = [torch.randn(sum(lens), *n, generator=g) for n in ((4, 24), (32,), (8,))]
+    results = []
+    for layer in (sparse, dense):
+        builder = layer.make_builder()
+        builder.reorder_batch_threshold = 8
+        plan = builder.build(0, batch)
+        assert (plan.num_decodes, plan.num_prefills) == (1, 2)
+        results.append(layer(*given, cache_of(layer), plan))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got[1:], want[1:])
+        assert not torch.equal(got[0], want[0])
+
+
+@pytest.mark.parametrize(
+    ("lens", "seq_lens", "num_decodes"),
+    [
+        ([1, 9, 12], [30, K, 12], 1),
+        ([9, 12], [K, K + 1], 2),
+        ([1, 9, 12], [3, K + 1, 12], 2),
+        ([0, 9, 0], [0, K + 1, 0], 3),
+        ([9, 0, 12], [K + 1, 0, 12], 2),
+        ([0, 12, 0], [0, 12, 0], 1),
+        ([0, 12, 0], [0, 12, 30], 1),
+        ([8, 8], [8, K + 1], 2),
+        ([9, 4], [9, 30], 2),
+    ],
+)
+def test_which_requests_are_prefilled(
+    lens: list[int], seq_lens: list[int], num_decodes: int
+) -> None:
+    """Those behind the last that is told some of its keys, from the first with more than 8 queries."""
+    layer = whole_layer("reference_mla_sparse")
+    batch = make_batch(lens, seq_lens, [[1 + 2 * i, 2 + 2 * i] for i in range(len(lens))], 16)
+
+    def planned(layer: MLAAttention, batch: Any = batch) -> int:
+        builder = layer.make_builder()
+        builder.reorder_batch_threshold = 8
+        plan = builder.build(0, batch)
+        assert plan.prefill is None or plan.prefill.max_seq_len <= K
+        return plan.num_decodes
+
+    assert planned(layer) == num_decodes
+    assert planned(layer_of(indexer=indexer_of(64, K))) == len(lens)
+    assert planned(layer, batch.replace(seq_lens_cpu_upper_bound=None)) == len(lens)
+    layer.impl.hisparse_cache = HiSparseCache(64)
+    assert planned(layer) == len(lens)
+
+
+def test_a_plan_of_longer_lists_is_refused() -> None:
+    layer, longer = whole_layer("cpu_mla_sparse"), whole_layer("cpu_mla_sparse", 2 * K)
+    batch = make_batch([40], [40], [[1, 2, 3]], 16)
+    given = [torch.randn(40, *n) for n in ((4, 24), (32,), (8,))]
+    cache = cache_of(layer)
+    before = cache.clone()
+    with pytest.raises(BatchError, match="attends to chosen keys, and got a plan with 40 tokens"):
+        layer(*given, cache, longer.build(batch))
+    assert torch.equal(cache, before)
+
+
+def test_the_indexer_promises_what_fits_its_lists() -> None:
+    assert layer_of(indexer=LightningIndexer(2, 16, K)).impl.longest_whole() == K  # type: ignore[attr-defined]

@@ -12,7 +12,12 @@ from triton_problem import DEVICE
 
 from attnkit import PagedKVCache, make_batch
 from attnkit.backends.triton.configs import HOPPER
-from attnkit.backends.triton.index_launch import IndexPages, index_choose_calls
+from attnkit.backends.triton.index_launch import (
+    IndexPages,
+    IndexStep,
+    index_score_call,
+    index_top_call,
+)
 from attnkit.conformance.simulator import CaptureRefused, GraphSimulator
 from attnkit.contract import CommonAttentionMetadata
 from attnkit.errors import UnknownBackend, UnsupportedConfiguration
@@ -109,29 +114,37 @@ def test_parts_of_a_step_and_of_a_query() -> None:
     seq_lens = batch.seq_lens.clone()
     seq_lens[4] = 0  # As of drafts that are longer than their request.
     request, num_seen = seen_by_queries(batch.query_start_loc, seq_lens, 12)
-    calls = list(
-        index_choose_calls(
-            q, w, IndexPages.of(cache, SIZE), batch.query_start_loc, seq_lens,
-            batch.block_table_tensor, lists, max_seq_len=150, gpu=HOPPER, max_scores=5 * 150,
-        )
-    )  # fmt: skip
-    assert len(calls) == 6
-    assert calls[0].arguments["num_splits"] == 10
-    scores = calls[0].arguments["scores_ptr"]
-    for first, call, top in zip((0, 5, 10), calls[::2], calls[1::2], strict=True):
+    step = IndexStep(
+        q=q,
+        weights=w,
+        query_start_loc=batch.query_start_loc,
+        seq_lens=seq_lens,
+        block_table=batch.block_table_tensor,
+        lists=lists,
+    )
+    parts = step.parts(PAGE, 150, max_scores=5 * 150)
+    assert [(part.first, part.num_rows) for part in parts] == [(0, 5), (5, 5), (10, 2)]
+    assert parts[0].num_splits(4, HOPPER) == 10
+    scores = parts[0].scores
+    for part in parts:
+        first = part.first
         scores.fill_(math.nan)
-        call.launch()
-        top.launch()
-        for row in range(first, min(first + 5, 12)):
+        index_score_call(step, part, IndexPages.of(cache, SIZE), HOPPER).launch()
+        index_top_call(step, part).launch()
+        for row in range(first, first + part.num_rows):
             n = max(0, int(num_seen[row]))
             where = torch.arange(n, device=DEVICE)
             table = batch.block_table_tensor[request[row]].long()
             keys = cache[table[where // PAGE], where % PAGE]
             want = index_scores(q[row : row + 1], keys, w[row : row + 1])
             got = scores[row - first : row - first + 1]
-            torch.testing.assert_close(got[:, :n], want, atol=1e-4, rtol=1e-5)
-            assert bool(got[:, n:].isnan().all())
-            want_list = top_positions(got[:, :n], num_seen[row : row + 1], K)
+            num_scored = n if n > K else 0  # All are listed where they fit.
+            torch.testing.assert_close(
+                got[:, :num_scored], want[:, :num_scored], atol=1e-4, rtol=1e-5
+            )
+            assert bool(got[:, num_scored:].isnan().all())
+            ranked = got[:, :n] if num_scored else want
+            want_list = top_positions(ranked, num_seen[row : row + 1], K)
             assert torch.equal(lists[row : row + 1], want_list)
 
 
@@ -145,15 +158,17 @@ def test_ties_of_every_kind(k: int) -> None:
     scores[1] = scores[1].sign()
     scores[2] = -math.inf
     lists = torch.full((14, k), 7, dtype=torch.int32, device=DEVICE)
-    pages = IndexPages(keys=torch.zeros(4500, 1, 16, device=DEVICE), scales=None)
-    table = torch.zeros(14, 4500, dtype=torch.int32, device=DEVICE)
-    q, w = torch.zeros(14, 1, 16, device=DEVICE), torch.zeros(14, 1, device=DEVICE)
-    starts = torch.arange(15, dtype=torch.int32, device=DEVICE)
-    _, top = index_choose_calls(
-        q, w, pages, starts, lengths, table, lists, max_seq_len=4500, gpu=HOPPER
+    step = IndexStep(
+        q=torch.zeros(14, 1, 16, device=DEVICE),
+        weights=torch.zeros(14, 1, device=DEVICE),
+        query_start_loc=torch.arange(15, dtype=torch.int32, device=DEVICE),
+        seq_lens=lengths,
+        block_table=torch.zeros(14, 4500, dtype=torch.int32, device=DEVICE),
+        lists=lists,
     )
-    top.arguments["scores_ptr"].copy_(scores)
-    top.launch()
+    (part,) = step.parts(1, 4500)
+    part.scores.copy_(scores)
+    index_top_call(step, part).launch()
     assert torch.equal(lists, top_positions(scores, lengths, k))
 
 

@@ -11,10 +11,11 @@ from triton_problem import DEVICE
 
 from attnkit import MLAAttention, PagedKVCache, make_batch
 from attnkit.backends.triton.configs import DecodeConfig
+from attnkit.backends.triton.launch import DecodeWork
 from attnkit.backends.triton.mla_launch import (
     choose_rows_call,
     launch_mla_decode,
-    launch_tiled_write,
+    tiled_write_call,
 )
 from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages
 from attnkit.backends.triton.operands import Parts
@@ -80,9 +81,8 @@ def test_splits_and_tiles_of_heads(heads: int, num_splits: int) -> None:
     if num_splits > 1:
         memory = torch.full((Parts.numel(operands, most, num_splits),), math.nan, device=DEVICE)
         parts = Parts.of(memory, operands, most, num_splits)
-    launch_mla_decode(
-        operands, 0.3, max_query_len=most, num_splits=num_splits, parts=parts, config=SHORT
-    )
+    work = DecodeWork(max_query_len=most, config=SHORT, num_splits=num_splits, parts=parts)
+    launch_mla_decode(operands, 0.3, work)
     check(operands, 0.3)
 
 
@@ -100,7 +100,7 @@ def test_tiles_are_written_as_their_codes_and_nothing_else_is(dtype: torch.dtype
     slots = 1 + torch.randperm(16 * PAGE - 1, generator=torch.Generator().manual_seed(1))
     slots = slots[:num_tokens].to(DEVICE)
     slots[[0, 7, 47]] = -1
-    launch_tiled_write(latents, rotated, LatentPages.of(got, stored, d, one), slots)
+    tiled_write_call(latents, rotated, LatentPages.of(got, stored, d, one), slots).launch()
     stored.write(latents[:, None], rotated[:, None], want[:, None], slots, one, one)
     rotated_from = size - 2 * d.qk_rope_head_dim
     assert torch.equal(got[..., :rotated_from], want[..., :rotated_from])

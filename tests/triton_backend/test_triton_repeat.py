@@ -1,9 +1,4 @@
-"""Repeated launches of the Triton kernels are what whole ones would be, argument for argument.
-
-Nothing is compiled without a GPU, so kernels are stand-ins here: a launch notes what a real one would be
-compiled for, which is Triton's own answer for each argument. A layer that has run other steps must pass
-to the kernel it found what a layer without a past passes to the one that Triton finds.
-"""
+"""Repeated launches of the Triton kernels are what whole ones would be, argument for argument."""
 
 from __future__ import annotations
 
@@ -17,13 +12,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from triton._C.libtriton import native_specialize_impl
-from triton.backends.compiler import BaseBackend
-from triton.runtime.jit import JITFunction
+from launches import Started, check_launches, note_whole, rows_of, stand_in
 from triton_problem import DEVICE
 
 from attnkit import Attention, PagedKVCache, make_batch
-from attnkit.backends.kernel_call import KernelCall
 from attnkit.backends.triton import cache_launch, launch
 from attnkit.backends.triton.impl import TritonImpl
 from attnkit.backends.triton.plan import TritonMetadata, Workspace
@@ -40,90 +32,18 @@ KERNELS = {
     launch: ("attention_kernel", "decode_kernel", "merge_kernel"),
     cache_launch: ("write_kernel", "encode_kernel"),
 }
-SCALES = ("k_scale_ptr", "v_scale_ptr")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Started:
-    """A launch, whole or repeated."""
-
-    name: str
-    grid: tuple[int, ...]
-    values: tuple[Any, ...]
-    compiled_for: tuple[Any, ...]
-    is_whole: bool
-
-
-class Kernel:
-    """A jitted function that compiles nothing."""
-
-    def __init__(self, name: str, function: Any, log: list[Started]) -> None:
-        if not isinstance(function, JITFunction):  # The interpreter's.
-            names = ("do_not_specialize", "do_not_specialize_on_alignment")
-            function = JITFunction(function.fn, **{n: function.kwargs[n] for n in names})
-        self.name, self.params, self.log = name, function.params, log
-        self.arg_names = function.arg_names
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def start(**arguments: Any) -> Compiled:
-            values = tuple(arguments.pop(name) for name in self.arg_names)
-            compiled_for = (*map(self._view, self.params, values), tuple(arguments.items()))
-            self.note(grid, values, compiled_for, True)
-            return Compiled(self, compiled_for)
-
-        return start
-
-    def note(
-        self,
-        grid: tuple[int, ...],
-        values: tuple[Any, ...],
-        compiled_for: tuple[Any, ...],
-        is_whole: bool,
-    ) -> None:
-        self.log.append(
-            Started(
-                name=self.name,
-                grid=(*grid, 1, 1)[:3],
-                values=values,
-                compiled_for=compiled_for,
-                is_whole=is_whole,
-            )
-        )
-
-    @staticmethod
-    def _view(parameter: Any, value: Any) -> Any:
-        """What Triton compiles an argument for."""
-        if parameter.is_constexpr:
-            return value
-        p = parameter
-        return native_specialize_impl(
-            BaseBackend,
-            value,
-            p.is_const,
-            not p.do_not_specialize,
-            not p.do_not_specialize_on_alignment,
-        )
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What a whole launch leaves behind."""
-
-    kernel: Kernel
-    compiled_for: tuple[Any, ...]
-    packed_metadata = ()
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *values: self.kernel.note(grid, values, self.compiled_for, False)
+OWN = ("lse_ptr",)
 
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
-    started: list[Started] = []
-    for module, names in KERNELS.items():
-        for name in names:
-            monkeypatch.setattr(module, name, Kernel(name, getattr(module, name), started))
-    return started
+    return stand_in(monkeypatch, KERNELS)
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of kernels whose launches are whole."""
+    return note_whole(monkeypatch, KERNELS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,19 +183,6 @@ START = {
 }
 
 
-def rows_of(kind: str, rows: int, heads: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of a step, as models make them."""
-    if kind == "packed":
-        return torch.empty(rows, heads + 2, size, dtype=dtype)[:, 1:-1]
-    if kind == "unaligned":
-        return torch.empty(rows * heads * size + 2, dtype=dtype)[2:].view(rows, heads, size)
-    if kind == "wide":
-        return torch.empty(rows, heads, size + 1, dtype=dtype)[..., :size]
-    if kind == "heads first":
-        return torch.empty(heads, rows, size, dtype=dtype).transpose(0, 1)
-    return torch.empty(rows, heads, size, dtype=dtype)
-
-
 def make_step(layer: Layer, workspace: Workspace, c: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a step: a plan, tensors, one of the layer's caches and scales."""
     num_reqs, longest = c["num_reqs"], c["longest"]
@@ -342,20 +249,6 @@ def run(layer: Layer, impl: TritonImpl, step: dict[str, Any]) -> None:
     impl.forward(caller, *rows, cache, plan, output, *scales)
 
 
-def check_alike(name: str, got: Any, want: Any, is_whole: bool) -> None:
-    """Whether two values of an argument are one to the kernel."""
-    # An LSE is allocated in every call, and some scales are copied.
-    is_own = name == "lse_ptr" or (is_whole and name in SCALES)
-    if is_own and isinstance(want, torch.Tensor):
-        assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype), name
-        return
-    if isinstance(want, torch.Tensor):
-        address = got if type(got) is int else got.data_ptr()
-        assert address == want.data_ptr(), name
-        return
-    assert (type(got), got) == (type(want), want), name
-
-
 @pytest.mark.parametrize("codes", [False, True], ids=["numbers", "codes"])
 def test_a_repeated_launch_is_the_whole_one(log: list[Started], codes: bool) -> None:
     num_repeated: dict[str, int] = {}
@@ -383,77 +276,14 @@ def test_a_repeated_launch_is_the_whole_one(log: list[Started], codes: bool) -> 
             got = list(log)
             log.clear()
             run(layer, layer.impl(), step)
-            assert all(x.is_whole for x in log)
-            assert [(x.name, x.grid) for x in got] == [(x.name, x.grid) for x in log]
-            for mine, whole in zip(got, log, strict=True):
-                names = getattr(_module_of(mine.name), mine.name).arg_names
-                for name, a, b in zip(names, mine.values, whole.values, strict=True):
-                    check_alike(name, a, b, mine.is_whole)
-                for name, a, b in zip(
-                    (*names, "options"), mine.compiled_for, whole.compiled_for, strict=True
-                ):
-                    assert (type(a), a) == (type(b), b), name
+            check_launches(got, log, OWN)
+            for mine in got:
                 num_repeated[mine.name] = num_repeated.get(mine.name, 0) + (not mine.is_whole)
 
     check()
     expected = {"decode_kernel", "merge_kernel", "attention_kernel"}
     assert num_repeated.keys() == expected | {"encode_kernel" if codes else "write_kernel"}
     assert min(num_repeated.values()) >= 10, num_repeated
-
-
-def _module_of(name: str) -> Any:
-    return next(module for module, names in KERNELS.items() if name in names)
-
-
-class Interpreted:
-    """A kernel in the interpreter that can be started again with the values that a GPU's would get."""
-
-    def __init__(self, name: str, function: Any) -> None:
-        self.__name__, self.function, self.arg_names = name, function, function.arg_names
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def start(**arguments: Any) -> Any:
-            self.function[grid](**arguments)
-            return Indexed(lambda grid: functools.partial(again, grid, arguments))
-
-        def again(grid: tuple[int, ...], first: dict[str, Any], *values: Any) -> None:
-            arguments = dict(zip(self.arg_names, values, strict=True))
-            for name, value in arguments.items():
-                if isinstance(first[name], torch.Tensor) and type(value) is int:
-                    assert value == first[name].data_ptr()
-                    arguments[name] = first[name]
-            self.function[grid](**arguments)
-
-        return start
-
-
-@dataclass(frozen=True)
-class Indexed:
-    """Has items that a function makes."""
-
-    make: Callable[[Any], Any]
-    packed_metadata = ()
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.make(index)
-
-
-@pytest.fixture
-def whole(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of kernels whose launches are whole."""
-    if DEVICE.type == "cpu":
-        for module, kernels in KERNELS.items():
-            for name in kernels:
-                monkeypatch.setattr(module, name, Interpreted(name, getattr(module, name)))
-    names: list[str] = []
-    plain = KernelCall.launch
-
-    def noted(call: KernelCall) -> Any:
-        names.append(call.kernel.__name__)
-        return plain(call)
-
-    monkeypatch.setattr(KernelCall, "launch", noted)
-    return names
 
 
 def make_layer(**features: Any) -> tuple[Attention, torch.Tensor]:

@@ -26,7 +26,7 @@ from attnkit.mla.impl import LatentImpl
 from attnkit.mla.layer import format_refusal
 from attnkit.mla.plan import MLAMetadata
 from attnkit.mla.prefill_backend import RequestwisePrefill
-from attnkit.mla.sparse import ALL_QUERIES, SparseLatentImpl
+from attnkit.mla.sparse import SparseLatentImpl, SparseMLAMetadataBuilder
 
 
 class ReferenceMLABackend(AttentionBackend):
@@ -167,12 +167,6 @@ def _attend_row(
     return torch.einsum("hn,nhd->hd", weights, values.float()), torch.logsumexp(score, dim=1)
 
 
-class ReferenceMLASparseMetadataBuilder(MLAMetadataBuilder):
-    """Every request is a decode."""
-
-    decode_query_len: ClassVar[int] = ALL_QUERIES
-
-
 class ReferenceMLASparseBackend(ReferenceMLABackend):
     """`reference_mla` over chosen keys."""
 
@@ -185,8 +179,8 @@ class ReferenceMLASparseBackend(ReferenceMLABackend):
         return ReferenceMLASparseImpl
 
     @staticmethod
-    def get_builder_cls() -> type[ReferenceMLASparseMetadataBuilder]:
-        return ReferenceMLASparseMetadataBuilder
+    def get_builder_cls() -> type[SparseMLAMetadataBuilder]:
+        return SparseMLAMetadataBuilder
 
     @classmethod
     def is_sparse(cls) -> bool:

@@ -12,6 +12,7 @@ import. What attnkit adds stands in a block of its own at the end of the class.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -69,19 +70,23 @@ class AttentionBackend(ABC):
     @abstractmethod
     def get_name() -> str:
         """The name users choose the backend by. Wrappers keep the name of what they wrap."""
-        raise NotImplementedError
+        raise NotImplementedError("get_name is not defined; a backend returns its name there")
 
     @staticmethod
     @abstractmethod
     def get_impl_cls() -> type[AttentionImplBase]:
         """The impl class. A backend that only makes metadata (an SSM's) raises NotImplementedError."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            "get_impl_cls is not defined; a backend returns its AttentionImpl there"
+        )
 
     @staticmethod
     @abstractmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
         """The builder class; also asked class-level questions before one is made."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            "get_builder_cls is not defined; a backend returns its AttentionMetadataBuilder there"
+        )
 
     @classmethod
     def full_cls_name(cls) -> tuple[str, str]:
@@ -380,6 +385,12 @@ class AttentionBackend(ABC):
         raise NotImplementedError
 
     # What attnkit adds: features the seeds' impls take but selection never asked about.
+
+    own_score: ClassVar[Callable[[Any, int, Any, Any], Any] | None] = None
+    """For the conformance kit, where a backend does another attention than `docs/semantics.md` says: a
+    static method (score, head, query position, key position) -> score, the last step before the mask.
+    In float64 numpy; positions are absolute, (q_len, 1) and (1, kv_len), and broadcast. -inf hides a
+    key."""
 
     @classmethod
     def is_available(cls) -> str | None:

@@ -69,7 +69,9 @@ class SparseIndexer(Protocol):
     """What an impl over latents that attends to chosen keys reads of its `indexer`.
 
     One that never names a position twice in a list may say so, `lists_are_distinct = True`: short
-    contexts are then planned as short.
+    contexts are then planned as short. One that tells a query all it sees where this is no more than so
+    many keys may say it too, `lists_are_whole_up_to = n`: such prompts are then attended to like those
+    of layers over all keys.
     """
 
     @property

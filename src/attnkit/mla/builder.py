@@ -1,4 +1,5 @@
-"""MLAMetadataBuilder: plan a batch for a backend over latents.
+"""MLAMetadataBuilder: plan a batch for a backend over latents; ReplayedMLAMetadataBuilder: one whose
+plans of decodes are replayed.
 
 In: a `CommonAttentionMetadata`, decodes first where the engine heeds `reorder_batch_threshold`. Out: an
 `MLAMetadata`. What depends on lengths is worked out on the host and goes up in one copy; the block ids
@@ -7,12 +8,14 @@ of contexts are picked on the device.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from attnkit.contract import (
+    AttentionCGSupport,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
     KVCacheSpec,
@@ -65,10 +68,7 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
         batch = common_attn_metadata
         starts = batch.query_start_loc_cpu.numpy().astype(np.int64)
         query_lens = np.diff(starts)
-        threshold = self.reorder_batch_threshold
-        assert threshold is not None
-        longer = np.flatnonzero(query_lens > threshold)
-        num_decodes = int(longer[0]) if longer.size else batch.num_reqs
+        num_decodes = self.count_decodes(batch, query_lens)
         num_tokens, num_decode_tokens = int(starts[-1]), int(starts[num_decodes])
         decode = prefill = None
         if num_decode_tokens:
@@ -96,6 +96,13 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             decode=decode,
             prefill=prefill,
         )
+
+    def count_decodes(self, batch: CommonAttentionMetadata, query_lens: np.ndarray) -> int:
+        """Requests at the front that are decodes: those before the first with more queries than
+        `reorder_batch_threshold`."""
+        assert self.reorder_batch_threshold is not None
+        longer = np.flatnonzero(query_lens > self.reorder_batch_threshold)
+        return int(longer[0]) if longer.size else len(query_lens)
 
     def _prefill(
         self, batch: CommonAttentionMetadata, starts: np.ndarray, first: int
@@ -127,6 +134,7 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             num_tokens=int(starts[-1]),
             query_start_loc=moved[part_starts],
             max_query_len=int(own_lens.max()),
+            max_seq_len=int(seq_lens[query_lens > 0].max()),
             own_rows=None if part_rows is None else moved[part_rows],
             chunks=tuple(
                 _chunk(sketches[i], spans, starts, [moved[part] for part in parts[i]], table)
@@ -134,6 +142,24 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             ),
             query_start_loc_cpu=own_starts,
         )
+
+
+class ReplayedMLAMetadataBuilder(MLAMetadataBuilder):
+    """Plans are replayed for batches of decodes, whose lengths kernels read on the device."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> MLAMetadata:
+        """Plan for any batch of decodes of at most these requests and queries, of any contexts."""
+        plan = self.build(0, common_attn_metadata)
+        assert plan.prefill is None, "only batches of decodes are captured"
+        if plan.decode is not None:
+            longest = max(plan.decode.max_seq_len, self.vllm_config.model_config.max_model_len)
+            plan.decode = replace(plan.decode, max_seq_len=longest)
+        plan.is_captured = True
+        return plan
 
 
 def _sketch(spans: list[Span], starts: np.ndarray) -> list[np.ndarray]:

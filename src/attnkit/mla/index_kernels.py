@@ -21,7 +21,7 @@ _MAX_PRODUCTS = 1 << 25
 
 
 class IndexKernels(Protocol):
-    """Kernels under a name of `attnkit.backends.INDEX_KERNELS`; they keep nothing."""
+    """Kernels of one indexer, under a name of `attnkit.backends.INDEX_KERNELS`."""
 
     is_capturable: bool
     """Neither waits for the device, so that a CUDA graph may hold both."""
@@ -31,14 +31,13 @@ class IndexKernels(Protocol):
         """Why they cannot run an indexer of these sizes there; None: they can."""
         ...
 
-    @staticmethod
-    def write(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def write(self, k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write keys (at least T, head_size) to their slots (T,) of a cache (num_blocks, block_size, C);
         -1 writes nothing."""
         ...
 
-    @staticmethod
     def choose(
+        self,
         q: torch.Tensor,
         weights: torch.Tensor,
         cache: torch.Tensor,
@@ -67,8 +66,7 @@ class TorchIndexKernels:
     def refusal(num_heads: int, head_size: int, device: torch.device) -> str | None:
         return None
 
-    @staticmethod
-    def write(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def write(self, k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         check_slots(slot_mapping, *cache.shape[:2])
         written = slot_mapping >= 0
         slots, rows = slot_mapping[written], k[: slot_mapping.shape[0]][written]
@@ -77,8 +75,8 @@ class TorchIndexKernels:
         block_size = cache.shape[1]
         cache[slots // block_size, slots % block_size] = rows.to(cache.dtype)
 
-    @staticmethod
     def choose(
+        self,
         q: torch.Tensor,
         weights: torch.Tensor,
         cache: torch.Tensor,
@@ -90,6 +88,10 @@ class TorchIndexKernels:
         for request, kv_len in enumerate(kv_lens):
             start, end = starts[request], starts[request + 1]
             if start == end:
+                continue
+            if kv_len <= lists.shape[1]:
+                num_seen = torch.arange(start - end + 1, 1, device=q.device) + kv_len
+                lists[start:end] = _first_positions(num_seen, lists.shape[1])
                 continue
             keys = _keys_of(cache, batch.block_table_tensor[request], kv_len, head_size)
             rows = max(1, _MAX_PRODUCTS // max(1, kv_len * num_heads))
@@ -145,3 +147,9 @@ def top_positions(scores: torch.Tensor, num_seen: torch.Tensor, k: int) -> torch
     lists = torch.full((num_queries, k), -1, dtype=torch.int32, device=scores.device)
     lists[:, : best.shape[1]] = torch.where(best < num_keys, best, -1)
     return lists
+
+
+def _first_positions(num_seen: torch.Tensor, k: int) -> torch.Tensor:
+    """All that queries see of no more than k keys, as `top_positions` would list them."""
+    positions = torch.arange(k, dtype=torch.int32, device=num_seen.device)
+    return torch.where(positions < num_seen[:, None], positions, -1)

@@ -70,6 +70,7 @@ class PrefillPart:
         num_tokens: T.
         query_start_loc: int32 (n + 1,), from 0: the tokens that attend to themselves causally.
         max_query_len: no request has more of them.
+        max_seq_len: no request that has queries has more tokens.
         own_rows: int64: which of the T rows those tokens are; None: all. Tokens before the first
             position of their sequence (drafts longer than it) are not: they see nothing.
         chunks: the context, in order.
@@ -80,6 +81,7 @@ class PrefillPart:
     num_tokens: int
     query_start_loc: torch.Tensor
     max_query_len: int
+    max_seq_len: int
     own_rows: torch.Tensor | None
     chunks: tuple[ContextChunk, ...]
     query_start_loc_cpu: np.ndarray
@@ -106,6 +108,7 @@ class MLAMetadata:
         num_prefills: requests behind them.
         num_prefill_tokens: their tokens.
         decode, prefill: the parts; None where there is none.
+        is_captured: launched into a graph, which other lengths will be replayed with.
     """
 
     num_actual_tokens: int
@@ -118,6 +121,7 @@ class MLAMetadata:
     num_prefill_tokens: int
     decode: DecodePart | None
     prefill: PrefillPart | None
+    is_captured: bool = False
 
 
 def seen_by_queries(

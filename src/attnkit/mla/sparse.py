@@ -1,4 +1,5 @@
-"""SparseLatentImpl: attention over latents to the keys that each query was told to attend to.
+"""SparseLatentImpl: attention over latents to the keys that each query was told to attend to; and
+SparseMLAMetadataBuilder: which requests need not be told.
 
 In: per query a list of positions (`SparseIndexer.topk_indices_buffer`). Out: attention over exactly
 those. The rows of a list are pages of one token, and a query with its list is a request of its own, so
@@ -7,26 +8,28 @@ the dense decode of a backend does the rest, in every cache format and with ever
 A position counts if it is one of the request's and not after the query; anything else (-1, beyond the
 length) names no key and reads nothing. A position that is named twice weighs twice. A list without a
 key gives zeros, and an LSE of -inf. Lists longer than the context are padded with -1.
+
+Prompts that are told all they see, as an indexer may promise of those that fit a list, are prefilled
+like those of layers over all keys: the same keys, expanded once for all queries.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
+import numpy as np
 import torch
 
-from attnkit.contract import AttentionLayer, SparseIndexer
+from attnkit.contract import AttentionLayer, CommonAttentionMetadata, SparseIndexer
 from attnkit.errors import BatchError, UnsupportedConfiguration
+from attnkit.mla.builder import MLAMetadataBuilder
 from attnkit.mla.impl import LatentImpl
 from attnkit.mla.plan import DecodePart, MLAMetadata, seen_by_queries
 
 M = TypeVar("M", bound=MLAMetadata)
-
-ALL_QUERIES = 1 << 30
-"""As `decode_query_len`: every request is a decode, since lists are per query and prefills have none
-of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -133,12 +136,32 @@ def lists_of(indexer: SparseIndexer, num_tokens: int, device: torch.device) -> t
     return lists[:num_tokens]
 
 
+class SparseMLAMetadataBuilder(MLAMetadataBuilder):
+    """Put before a backend's own builder: `class X(SparseMLAMetadataBuilder, DenseBuilder)`. Lists are
+    of queries, so requests are decodes, whatever their length, but for those at the end of a batch
+    that are told all they see."""
+
+    longest_whole: Callable[[], int] | None = None
+    """`SparseLatentImpl.longest_whole` of the layers that it plans for; None: nobody has said it."""
+
+    def count_decodes(self, batch: CommonAttentionMetadata, query_lens: np.ndarray) -> int:
+        longest = 0 if self.longest_whole is None else self.longest_whole()
+        if not longest or batch.seq_lens_cpu_upper_bound is None:
+            return batch.num_reqs
+        short = super().count_decodes(batch, query_lens)
+        seq_lens = batch.seq_lens_cpu_upper_bound[: batch.num_reqs].numpy()
+        told = np.flatnonzero((query_lens > 0) & (seq_lens > longest))
+        if not told.size or told[-1] < short:
+            return short
+        first = int(told[-1]) + 1
+        return first + super().count_decodes(batch, query_lens[first:])
+
+
 class SparseLatentImpl(LatentImpl[M]):
     """Put before a backend's own impl: `class X(SparseLatentImpl[...], DenseImpl)`. Its indexer has
     filled `topk_indices_buffer` for the batch before `forward_mqa` is called."""
 
     is_sparse: ClassVar[bool] = True
-    supports_dense_mha_prefill: ClassVar[bool] = False
     index_backend: ClassVar[str] = "torch"
     """Of an indexer that runs where this impl does: a name of `LightningIndexer`."""
 
@@ -148,6 +171,13 @@ class SparseLatentImpl(LatentImpl[M]):
         it is right all the same, and planned for full lists."""
         return bool(getattr(self.indexer, "lists_are_distinct", False))
 
+    def longest_whole(self) -> int:
+        """Tokens of a request up to which every query of it is told all that it sees, as an indexer may
+        promise (`lists_are_whole_up_to`); 0: of none. Pages on the host are read by lists alone."""
+        if self.hisparse_cache is not None:
+            return 0
+        return int(getattr(self.indexer, "lists_are_whole_up_to", 0))
+
     def prepare_layer(self) -> None:
         super().prepare_layer()
         if self.indexer is None:
@@ -156,7 +186,6 @@ class SparseLatentImpl(LatentImpl[M]):
                 f"{self.get_backend_cls().get_name()}: {reason}; give MLAAttention an indexer",
                 (reason,),
             )
-        self.prefill_backend = None
 
     def do_kv_cache_update(
         self,

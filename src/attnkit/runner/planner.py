@@ -55,6 +55,7 @@ class StepPlanner:
 def plan_key(layer: PagedLayer) -> tuple[Any, ...]:
     """Layers with equal keys can share a plan: a plan may depend on all static facts but a sink's
     values, which no builder sees."""
+    indexer = getattr(layer, "indexer", None)
     return (
         layer.backend,
         layer.attn_type,
@@ -64,6 +65,7 @@ def plan_key(layer: PagedLayer) -> tuple[Any, ...]:
         layer.head_size_v,
         layer.sliding_window,
         layer.attention_chunk_size,
+        getattr(indexer, "lists_are_whole_up_to", None),
     )
 
 

@@ -34,7 +34,7 @@ from attnkit.mla.impl import LatentImpl
 from attnkit.mla.layer import LatentLayer, format_refusal
 from attnkit.mla.plan import MLAMetadata
 from attnkit.mla.prefill import read_latents
-from attnkit.mla.sparse import ALL_QUERIES, SparseLatentImpl
+from attnkit.mla.sparse import SparseLatentImpl, SparseMLAMetadataBuilder
 
 
 class CpuMLAMetadata(MLAMetadata):
@@ -264,10 +264,8 @@ def _check_rows(cache: torch.Tensor) -> None:
         )
 
 
-class CpuMLASparseMetadataBuilder(CpuMLAMetadataBuilder):
-    """Every request is a decode."""
-
-    decode_query_len: ClassVar[int] = ALL_QUERIES
+class CpuMLASparseMetadataBuilder(SparseMLAMetadataBuilder, CpuMLAMetadataBuilder):
+    """Plans for chosen keys."""
 
 
 class CpuMLASparseBackend(CpuMLABackend):

@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attnkit.backends.hopper.mla_plan import HopperMLAMetadata, HopperMLAMetadataBuilder
+from attnkit.backends.hopper.mla_plan import (
+    HopperMLAMetadata,
+    HopperMLAMetadataBuilder,
+    Layers,
+)
 from attnkit.backends.hopper.mla_prefill import HopperMLAPrefill
 from attnkit.backends.hopper.sm90 import Sm90Backend
 from attnkit.backends.hopper.tuning import CACHE_DTYPES, LATENT_SIZES, latent_config
-from attnkit.backends.repeat import Repeats, kind_of
+from attnkit.backends.repeat import kind_of
 from attnkit.backends.stored import Stored
 from attnkit.backends.triton.mla import TritonMLAImpl
 from attnkit.contract import (
@@ -115,11 +119,11 @@ class HopperMLAImpl(TritonMLAImpl):
             scale=scale,
             k_scale=layer_scale("k_scale", layer._k_scale, 1) if coded else None,
         )
-        work = attn_metadata.work(self.num_heads, coded)
+        work = attn_metadata.work(Layers(self.num_heads, coded))
         config = latent_config(
             self.num_heads, cache.shape[1], work.tile_rows, lse=lse is not None, coded=coded
         )
-        self._launch(self._repeats, kv_c_and_k_pe_cache, operands, work, config)
+        self._launch(kv_c_and_k_pe_cache, operands, work, config)
         return output, lse
 
     def _scaled_parts(
@@ -148,9 +152,7 @@ class HopperMLAImpl(TritonMLAImpl):
             lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
         return output, lse
 
-    def _launch(
-        self, repeats: Repeats, pages: torch.Tensor, operands: Any, work: Any, config: LatentConfig
-    ) -> None:
+    def _launch(self, pages: torch.Tensor, operands: Any, work: Any, config: LatentConfig) -> None:
         """Decode, and fold what programs share. `pages`: what `operands.cache` is a view of."""
         from attnkit.backends.hopper import fold_launch, latent_launch
 
@@ -158,14 +160,14 @@ class HopperMLAImpl(TritonMLAImpl):
         fold = fold_launch.FoldShape.of(work)
         rows = (o.query, o.query_rope, o.output, *(() if o.lse is None else (o.lse,)))
         kind = (kind_of(*rows), o.block_table.dtype, work.tile_rows)
-        repeats.launch(
+        self._decode_repeats.launch(
             ("decode", *kind),
             pages,
             latent_launch.decode_grid(work),
             latent_launch.decode_changes(o, work),
             lambda: latent_launch.latent_decode_call(o, work, config),
         )
-        repeats.launch(
+        self._decode_repeats.launch(
             ("fold", fold, *kind),
             pages,
             fold.grid(work),
@@ -211,7 +213,7 @@ class HopperMLAImpl(TritonMLAImpl):
             )
             return write_call(latent, rope, stored, slots)
 
-        self._repeats.launch(
+        self._cache_repeats.launch(
             ("write", kind_of(latent, rope), slots.dtype),
             kv_cache,
             write_grid(latent, slots),
@@ -242,7 +244,3 @@ class HopperMLAImpl(TritonMLAImpl):
     @functools.cached_property
     def _is_coded(self) -> bool:
         return self.layer.cache_format.reads_layer_scales
-
-    @functools.cached_property
-    def _repeats(self) -> Repeats:
-        return Repeats()

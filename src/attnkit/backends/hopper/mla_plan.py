@@ -1,13 +1,13 @@
 """HopperMLAMetadataBuilder: plan a batch of latents, its decodes shared out on the device.
 
-In: a batch. Out: an `MLAMetadata` whose decodes are cut into pieces, for layers of each number of heads
-that has ever asked; a builder is not told how many they have.
+In: a batch. Out: an `MLAMetadata` whose decodes are cut into pieces, for each kind of layers that has
+ever asked; a builder is not told how many heads they have.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -18,24 +18,32 @@ from attnkit.backends.hopper.tuning import (
     latent_config,
     latent_rows,
 )
-from attnkit.contract import (
-    AttentionCGSupport,
-    CommonAttentionMetadata,
-    KVCacheSpec,
-)
-from attnkit.mla.builder import MLAMetadataBuilder
+from attnkit.contract import CommonAttentionMetadata, KVCacheSpec
+from attnkit.mla.builder import ReplayedMLAMetadataBuilder
 from attnkit.mla.plan import DecodePart, MLAMetadata
+
+
+class Layers(NamedTuple):
+    """What layers are planned alike for.
+
+    Attributes:
+        num_heads: of each.
+        coded: latents are codes.
+    """
+
+    num_heads: int
+    coded: bool
 
 
 class LatentPlanner:
     """Shares out decodes, in memory that stays where it is for captured graphs.
 
     Attributes:
-        layers: number of heads, and whether latents are codes, of layers that have asked so far.
+        kinds: `Layers` that have asked so far.
     """
 
     def __init__(self, device: torch.device, max_num_reqs: int, block_size: int) -> None:
-        self.layers: set[tuple[int, bool]] = set()
+        self.kinds: set[Any] = set()
         self._device = device
         self._max_num_reqs = max_num_reqs
         self._block_size = block_size
@@ -43,9 +51,18 @@ class LatentPlanner:
         self._works: dict[tuple[Any, ...], Any] = {}
         self._states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def plan(self, part: DecodePart, num_heads: int, coded: bool) -> Any:
-        """A `latent_launch.LatentWork`; launches, and never waits for the device."""
-        self.layers.add((num_heads, coded))
+    def plan(self, part: DecodePart, num_tokens: int, kind: Any) -> Any:
+        """What layers of a kind work on; launches, and never waits for the device.
+
+        Args:
+            part: of the batch.
+            num_tokens: its queries.
+            kind: `Layers`.
+
+        Returns:
+            A `latent_launch.LatentWork`.
+        """
+        num_heads, coded = kind
         tile_rows = latent_rows(num_heads, part.max_query_len, coded=coded)
         config = latent_config(num_heads, self._block_size, tile_rows, lse=False, coded=coded)
         key = (num_heads, tile_rows, coded)
@@ -105,33 +122,38 @@ class LatentPlanner:
 
 # Neither frozen nor with slots: engines' wrappers subclass plans and assign their slot_mapping.
 @dataclass(kw_only=True, eq=False)
-class HopperMLAMetadata(MLAMetadata):
-    """A planned batch.
+class SharedMLAMetadata(MLAMetadata):
+    """A planned batch whose decodes are shared out.
 
     Attributes:
         planner: the builder's.
-        works: made so far, by number of heads and whether latents are codes.
-        is_captured: launched into a graph, which other lengths will be replayed with.
+        works: made so far, by kind of layers.
     """
 
-    planner: LatentPlanner
-    works: dict[tuple[int, bool], Any] = field(default_factory=dict)
-    is_captured: bool = False
+    planner: Any
+    works: dict[Any, Any] = field(default_factory=dict)
 
-    def work(self, num_heads: int, coded: bool) -> Any:
-        """The decodes' `latent_launch.LatentWork` for layers of so many heads over such latents."""
-        work = self.works.get((num_heads, coded))
+    def work(self, kind: Any) -> Any:
+        """What `planner` makes of the decodes for layers of a kind."""
+        work = self.works.get(kind)
         if work is None:
             assert self.decode is not None, "a batch without decodes has no work"
-            work = self.planner.plan(self.decode, num_heads, coded)
-            self.works[num_heads, coded] = work
+            self.planner.kinds.add(kind)
+            work = self.planner.plan(self.decode, self.num_decode_tokens, kind)
+            self.works[kind] = work
         return work
 
 
-class HopperMLAMetadataBuilder(MLAMetadataBuilder):
-    """Plans are replayed for batches of decodes."""
+@dataclass(kw_only=True, eq=False)
+class HopperMLAMetadata(SharedMLAMetadata):
+    """A planned batch of layers over all keys."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    planner: LatentPlanner
+
+
+class HopperMLAMetadataBuilder(ReplayedMLAMetadataBuilder):
+    """Plans at once for the kinds of layers that are known."""
+
     decode_query_len: ClassVar[int] = MAX_LATENT_QUERY_LEN
 
     def __init__(
@@ -142,14 +164,16 @@ class HopperMLAMetadataBuilder(MLAMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._planner = LatentPlanner(
-            torch.device(device),
-            vllm_config.scheduler_config.max_num_seqs,
-            kv_cache_spec.block_size,
-        )
+        self._planner = self.make_planner()
+
+    def make_planner(self) -> LatentPlanner:
+        """Who shares out decodes of this engine's batches."""
+        scheduler = self.vllm_config.scheduler_config
+        device, block_size = torch.device(self.device), self.kv_cache_spec.block_size
+        return LatentPlanner(device, scheduler.max_num_seqs, block_size)
 
     @classmethod
-    def get_plan_cls(cls) -> type[HopperMLAMetadata]:
+    def get_plan_cls(cls) -> type[SharedMLAMetadata]:
         return HopperMLAMetadata
 
     def build(
@@ -157,19 +181,10 @@ class HopperMLAMetadataBuilder(MLAMetadataBuilder):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> HopperMLAMetadata:
+    ) -> SharedMLAMetadata:
         plan = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        metadata = HopperMLAMetadata(**vars(plan), planner=self._planner)
+        metadata = self.get_plan_cls()(**vars(plan), planner=self._planner)
         if metadata.decode is not None:
-            for layer in self._planner.layers:
-                metadata.work(*layer)
+            for kind in tuple(self._planner.kinds):
+                metadata.work(kind)
         return metadata
-
-    def build_for_cudagraph_capture(
-        self, common_attn_metadata: CommonAttentionMetadata
-    ) -> HopperMLAMetadata:
-        """Plan for any batch of decodes of at most these requests and queries, of any contexts."""
-        plan = self.build(0, common_attn_metadata)
-        assert plan.prefill is None, "only batches of decodes are captured"
-        plan.is_captured = True
-        return plan

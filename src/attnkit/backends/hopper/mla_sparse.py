@@ -9,7 +9,6 @@ Importing this needs neither Triton nor a GPU.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,7 +26,6 @@ from attnkit.backends.hopper.tuning import (
     head_tiles,
     latent_config,
 )
-from attnkit.backends.repeat import Repeats
 from attnkit.contract import AttentionBackend, AttentionLayer, KVCacheSpec, MultipleOf
 from attnkit.kvcache.formats import layer_scale
 from attnkit.mla.sparse import ChosenRows, SparseLatentImpl, lists_of
@@ -83,8 +81,8 @@ class HopperMLASparseBackend(HopperMLABackend):
 
     @classmethod
     def estimate_cost(cls, request: Any) -> float:
-        """Above `triton_mla_sparse`: a card has judged its laws and some shapes, not the kit's cases."""
-        return 1.5
+        """Below `triton_mla_sparse`: 0.40 to 0.99 of its time (benchmarks/mla-chosen-h200.json)."""
+        return 0.5
 
 
 class HopperMLASparseImpl(SparseLatentImpl[Any], HopperMLAImpl):
@@ -121,7 +119,7 @@ class HopperMLASparseImpl(SparseLatentImpl[Any], HopperMLAImpl):
         kind = Lists(self.num_heads, lists.shape[1], self.lists_are_distinct)
         rows, table = attn_metadata.planner.rows(kind.size, query.dtype)
         source = self._source(lists, kv_c_and_k_pe_cache, attn_metadata, query.dtype)
-        for chosen in attn_metadata.chosen_works(kind):
+        for chosen in attn_metadata.work(kind):
             some = slice(chosen.first_token, min(chosen.end_token, num_tokens))
             if some.start >= some.stop:  # A captured graph has more queries.
                 break
@@ -145,7 +143,7 @@ class HopperMLASparseImpl(SparseLatentImpl[Any], HopperMLAImpl):
             )
             num_units = (some.stop - some.start) * config.head_tiles
             work = replace(chosen.work, units=chosen.work.units[:num_units])
-            self._launch(self._row_repeats, rows, operands, work, config)
+            self._launch(rows, operands, work, config)
         return output, lse
 
     def _source(
@@ -190,15 +188,10 @@ class HopperMLASparseImpl(SparseLatentImpl[Any], HopperMLAImpl):
                 lists, table, pages, rows, owners, chosen.work, groups
             )
 
-        self._repeats.launch(
+        self._cache_repeats.launch(
             ("gather", latent_gather_launch.block_k(lists), rows.dtype, table.dtype),
             cache,
             latent_gather_launch.gather_grid(lists),
             latent_gather_launch.gather_changes(lists, table, rows, owners, chosen.work),
             call,
         )
-
-    @functools.cached_property
-    def _row_repeats(self) -> Repeats:
-        """Launches over gathered rows."""
-        return Repeats()

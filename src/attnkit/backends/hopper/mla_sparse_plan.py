@@ -8,12 +8,16 @@ long. What lists really name is known only when a layer runs, and is put into th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
-from attnkit.backends.hopper.mla_plan import LatentPlanner
+from attnkit.backends.hopper.mla_plan import (
+    HopperMLAMetadataBuilder,
+    LatentPlanner,
+    SharedMLAMetadata,
+)
 from attnkit.backends.hopper.tuning import (
     CHOSEN_PAGE,
     LATENT_SIZES,
@@ -22,10 +26,9 @@ from attnkit.backends.hopper.tuning import (
     latent_config,
     latent_rows,
 )
-from attnkit.contract import AttentionCGSupport, CommonAttentionMetadata, KVCacheSpec
-from attnkit.mla.builder import MLAMetadataBuilder
+from attnkit.contract import CommonAttentionMetadata
 from attnkit.mla.plan import DecodePart, MLAMetadata
-from attnkit.mla.sparse import ALL_QUERIES
+from attnkit.mla.sparse import SparseMLAMetadataBuilder
 
 
 class Lists(NamedTuple):
@@ -46,33 +49,33 @@ class ChosenPlanner(LatentPlanner):
     """Shares out queries with their lists, some at a time, and has the memory for gathered rows.
 
     Attributes:
-        lists: of layers that have asked so far.
+        kinds: `Lists` of layers that have asked so far.
         captured_tokens: queries of the largest step that was captured; what its graph reads is planned
             in every step.
     """
 
     def __init__(self, device: torch.device, max_num_tokens: int) -> None:
         super().__init__(device, max_num_tokens, CHOSEN_PAGE)
-        self.lists: set[Lists] = set()
         self.captured_tokens = 0
         self._max_num_tokens = max_num_tokens
         self._owners: dict[tuple[int, bool, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._rows: dict[tuple[torch.dtype, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._starts = torch.arange(max_num_tokens + 1, dtype=torch.int32, device=device)
 
-    def plan_lists(self, part: DecodePart, num_tokens: int, lists: Lists) -> list[Any]:
-        """A `latent_gather_launch.ChosenWork` for every so many queries; launches, and never waits for
-        the device.
+    def plan(self, part: DecodePart, num_tokens: int, kind: Any) -> Any:
+        """What layers of a kind work on; launches, and never waits for the device.
 
         Args:
             part: of the batch.
             num_tokens: its queries, which may be fewer than a graph has that was captured.
-            lists: of the layer.
+            kind: `Lists`.
+
+        Returns:
+            A list with a `latent_gather_launch.ChosenWork` for every so many queries.
         """
-        self.lists.add(lists)
-        at_once = chosen_tokens(lists.size, self._max_num_tokens)
+        at_once = chosen_tokens(kind.size, self._max_num_tokens)
         firsts = range(0, max(num_tokens, self.captured_tokens, 1), at_once)
-        return [self._plan_some(part, num_tokens, lists, first, at_once) for first in firsts]
+        return [self._plan_some(part, num_tokens, kind, first, at_once) for first in firsts]
 
     def _plan_some(
         self, part: DecodePart, num_tokens: int, lists: Lists, first: int, at_once: int
@@ -125,72 +128,31 @@ class ChosenPlanner(LatentPlanner):
         return memory
 
 
-# Neither frozen nor with slots: engines' wrappers subclass plans and assign their slot_mapping.
+# As in `mla_plan`.
 @dataclass(kw_only=True, eq=False)
-class HopperMLASparseMetadata(MLAMetadata):
-    """A planned batch.
-
-    Attributes:
-        planner: the builder's.
-        chosen: made so far, by the kind of lists.
-        is_captured: launched into a graph, which other lengths will be replayed with.
-    """
+class HopperMLASparseMetadata(SharedMLAMetadata):
+    """A planned batch of layers over chosen keys."""
 
     planner: ChosenPlanner
-    chosen: dict[Lists, list[Any]] = field(default_factory=dict)
-    is_captured: bool = False
-
-    def chosen_works(self, lists: Lists) -> list[Any]:
-        """The `latent_gather_launch.ChosenWork`s for layers with such lists."""
-        works = self.chosen.get(lists)
-        if works is None:
-            assert self.decode is not None, "a batch without queries has no work"
-            works = self.planner.plan_lists(self.decode, self.num_decode_tokens, lists)
-            self.chosen[lists] = works
-        return works
 
 
-class HopperMLASparseMetadataBuilder(MLAMetadataBuilder):
-    """Every request is a decode. Plans are replayed for batches of decodes."""
+class HopperMLASparseMetadataBuilder(SparseMLAMetadataBuilder, HopperMLAMetadataBuilder):
+    """Plans for chosen keys."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-    decode_query_len: ClassVar[int] = ALL_QUERIES
-
-    def __init__(
-        self,
-        kv_cache_spec: KVCacheSpec,
-        layer_names: list[str],
-        vllm_config: Any,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        scheduler = vllm_config.scheduler_config
-        most = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        self._planner = ChosenPlanner(torch.device(device), most)
+    _planner: ChosenPlanner
 
     @classmethod
     def get_plan_cls(cls) -> type[HopperMLASparseMetadata]:
         return HopperMLASparseMetadata
 
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> HopperMLASparseMetadata:
-        plan = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        metadata = HopperMLASparseMetadata(**vars(plan), planner=self._planner)
-        if metadata.decode is not None:
-            for lists in tuple(self._planner.lists):
-                metadata.chosen_works(lists)
-        return metadata
+    def make_planner(self) -> ChosenPlanner:
+        scheduler = self.vllm_config.scheduler_config
+        most = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        return ChosenPlanner(torch.device(self.device), most)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
-    ) -> HopperMLASparseMetadata:
-        """Plan for any batch of decodes of at most these requests and queries, of any contexts."""
-        plan = self.build(0, common_attn_metadata)
-        assert plan.prefill is None, "only batches of decodes are captured"
+    ) -> MLAMetadata:
+        plan = super().build_for_cudagraph_capture(common_attn_metadata)
         self._planner.captured_tokens = max(self._planner.captured_tokens, plan.num_decode_tokens)
-        plan.is_captured = True
         return plan

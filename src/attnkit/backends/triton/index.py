@@ -1,9 +1,9 @@
 """The kernels of an indexer: keys into pages, scores of a step's queries, and the best positions.
 
 In: small keys and queries, and pages of keys, numbers or float8 codes with a float32 scale per token.
-Out: the pages; float32 scores (rows, width), of which a row holds as many as its query sees; lists of
-positions, ascending. Device code; `index_launch` starts it. How many keys a query sees is read here, so
-one launch serves every batch of as many queries.
+Out: the pages; float32 scores (rows, width), of which a row holds as many as its query sees, or none
+where all of these are listed; lists of positions, ascending. Device code; `index_launch` starts it. How
+many keys a query sees is read here, so one launch serves every batch of as many queries.
 """
 
 # The types of device code are Triton's: a literal is a constexpr, a range may hold tensors.
@@ -67,6 +67,7 @@ def index_write_kernel(
         "num_reqs",
         "first_query",
         "max_seen",
+        "k",
         "num_splits",
         "table_stride",
         "scores_stride",
@@ -85,6 +86,7 @@ def index_score_kernel(
     num_reqs,
     first_query,
     max_seen,
+    k,
     num_splits,
     q_stride_token,
     q_stride_head,
@@ -104,14 +106,14 @@ def index_score_kernel(
     UNIT: tl.constexpr,
 ):
     """Program s of `num_splits` scores every num_splits-th tile of the keys that a query sees: its heads
-    are the rows of a product. Scores lie from the `first_query` on, queries from their first. Strides of
-    pages count UNIT elements."""
+    are the rows of a product. Scores lie from the `first_query` on, queries from their first; a query
+    that sees no more than k has none. Strides of pages count UNIT elements."""
     split = tl.program_id(0) % num_splits
     row = tl.program_id(0) // num_splits
     query = first_query + row
     request, num_seen = seen_by_query(query_start_loc_ptr, seq_lens_ptr, num_reqs, query, BLOCK_R)
     num_seen = tl.minimum(num_seen, max_seen)
-    if split * BLOCK_N >= num_seen:
+    if (num_seen <= k) | (split * BLOCK_N >= num_seen):
         return
     table = table_ptr + request.to(tl.int64) * table_stride
     head = tl.arange(0, BLOCK_H)
@@ -209,7 +211,8 @@ def index_top_kernel(
 
     limit = tl.zeros([], tl.uint32)
     room = num_listed
-    # Where all are listed no rank is below 0, and there is nothing to find.
+    # Where all are listed there are no scores; every rank is above 0, and there is nothing to find.
+    num_scored = tl.where(num_seen > k, num_seen, 0)
     if num_seen > k:
         limit, room = next_digit(scores, num_seen, limit, room, 24, BLOCK_N)
         limit, room = next_digit(scores, num_seen, limit, room, 16, BLOCK_N)
@@ -220,7 +223,7 @@ def index_top_kernel(
     end = tl.zeros([], tl.int32)
     for start in tl.range(0, num_seen, BLOCK_N):
         keys = start + lanes
-        ranks = load_ranks(scores, keys, num_seen)
+        ranks = load_ranks(scores, keys, num_scored)
         seen = keys < num_seen
         equal = seen & (ranks == limit)
         turn = num_equal + tl.cumsum(equal.to(tl.int32), 0)

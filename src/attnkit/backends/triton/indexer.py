@@ -1,13 +1,14 @@
 """TritonIndexKernels: choosing keys on a GPU without waiting for it.
 
-In: a step's small keys and queries, a cache and the batch. Out: launched kernels. Can be asked questions
-where Triton is not installed.
+In: a step's small keys and queries, a cache and the batch. Out: launched kernels, repeated from step to
+step on a GPU (`repeat`). Can be asked questions where Triton is not installed.
 """
 
 from __future__ import annotations
 
 import torch
 
+from attnkit.backends.repeat import Repeats, kind_of
 from attnkit.backends.triton.backend import TritonBackend
 from attnkit.backends.triton.mla_prefill import rows_of
 from attnkit.contract import CommonAttentionMetadata, DeviceCapability
@@ -19,6 +20,9 @@ class TritonIndexKernels:
     """Any GPU that Triton compiles for (sm_80 and later), or its interpreter."""
 
     is_capturable = True
+
+    def __init__(self) -> None:
+        self._repeats = Repeats()
 
     @staticmethod
     def refusal(num_heads: int, head_size: int, device: torch.device) -> str | None:
@@ -34,38 +38,58 @@ class TritonIndexKernels:
             )
         return None
 
-    @staticmethod
-    def write(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def write(self, k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         # Here, so that the class can be asked questions where Triton is not installed.
-        from attnkit.backends.triton.index_launch import IndexPages, index_write_call
+        from attnkit.backends.triton import index_launch
 
-        pages = IndexPages.of(cache, k.shape[1])
-        index_write_call(rows_of(k), pages, slot_mapping).launch()
+        k = rows_of(k)
+        self._repeats.launch(
+            ("write", kind_of(k), slot_mapping.dtype),
+            cache,
+            index_launch.index_write_grid(slot_mapping),
+            index_launch.index_write_changes(k, slot_mapping),
+            lambda: index_launch.index_write_call(
+                k, index_launch.IndexPages.of(cache, k.shape[1]), slot_mapping
+            ),
+        )
 
-    @staticmethod
     def choose(
+        self,
         q: torch.Tensor,
         weights: torch.Tensor,
         cache: torch.Tensor,
         batch: CommonAttentionMetadata,
         lists: torch.Tensor,
     ) -> None:
-        from attnkit.backends.triton.index_launch import IndexPages, index_choose_calls
+        from attnkit.backends.triton import index_launch
         from attnkit.backends.triton.launch import gpu_of
 
-        pages = IndexPages.of(cache, q.shape[2])
-        if pages.scales is None:
+        if cache.dtype is not torch.uint8:
             q = q.to(torch.promote_types(q.dtype, cache.dtype))
-        calls = index_choose_calls(
-            rows_of(q),
-            rows_of(weights),
-            pages,
-            batch.query_start_loc,
-            batch.seq_lens,
-            batch.block_table_tensor,
-            lists,
-            max_seq_len=batch.max_seq_len,
-            gpu=gpu_of(q.device),
+        gpu = gpu_of(q.device)
+        step = index_launch.IndexStep(
+            q=rows_of(q),
+            weights=rows_of(weights),
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            block_table=batch.block_table_tensor,
+            lists=lists,
         )
-        for call in calls:
-            call.launch()
+        kind = step.kind
+        for part in step.parts(cache.shape[1], batch.max_seq_len):
+            self._repeats.launch(
+                ("score", *kind),
+                cache,
+                index_launch.index_score_grid(step, part, gpu),
+                index_launch.index_score_changes(step, part, gpu),
+                lambda part=part: index_launch.index_score_call(
+                    step, part, index_launch.IndexPages.of(cache, q.shape[2]), gpu
+                ),
+            )
+            self._repeats.launch(
+                ("top", *kind),
+                cache,
+                index_launch.index_top_grid(part),
+                index_launch.index_top_changes(step, part),
+                lambda part=part: index_launch.index_top_call(step, part),
+            )

@@ -66,7 +66,8 @@ class DecodeWork:
     Attributes:
         max_query_len: requests with more queries are left alone.
         config: tile and segments.
-        num_splits: programs that share each request and KV head; changes no bit of the result.
+        num_splits: programs that share each request and KV head; over keys and values it changes no bit
+            of the result.
         parts: where they leave their states; None: only for num_splits 1.
     """
 

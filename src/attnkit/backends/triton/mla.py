@@ -2,37 +2,42 @@
 
 In: an `MLAMetadata`, one layer's tensors and its latent cache. Out: attention. Decodes run in a kernel
 of their own that loads a tile of latents once for scores and values and splits long contexts; prefills
-run in the dense attention kernel, over expanded keys and values.
+run in the dense attention kernel, over expanded keys and values. On a GPU a launch is repeated from
+step to step (`repeat`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from attnkit.backends.repeat import Repeats, kind_of
 from attnkit.backends.stored import Stored
 from attnkit.backends.triton.backend import TritonBackend
 from attnkit.backends.triton.configs import mla_decode_config
-from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages
+from attnkit.backends.triton.mla_operands import LatentPages, LatentStep
 from attnkit.backends.triton.mla_prefill import TritonMLAPrefill, rows_of
 from attnkit.backends.triton.operands import Parts
 from attnkit.backends.triton.plan import Workspace, longest_to_mean
 from attnkit.contract import (
     AttentionBackend,
-    AttentionCGSupport,
     AttentionLayer,
     CommonAttentionMetadata,
     DeviceCapability,
     KVCacheSpec,
     MLADimensions,
 )
-from attnkit.mla.builder import MLAMetadataBuilder
+from attnkit.mla.builder import ReplayedMLAMetadataBuilder
 from attnkit.mla.impl import LatentImpl
 from attnkit.mla.layer import format_refusal
 from attnkit.mla.plan import DecodePart, MLAMetadata
-from attnkit.mla.sparse import ALL_QUERIES, SparseLatentImpl, token_pages
+from attnkit.mla.sparse import SparseLatentImpl, SparseMLAMetadataBuilder, token_pages
+
+if TYPE_CHECKING:
+    from attnkit.backends.kernel_call import KernelCall
+    from attnkit.backends.triton.launch import DecodeWork
 
 _MAX_PARTS = 1 << 27
 """Float32 elements (512 MiB) that shared requests may take: batches whose parts need more have enough
@@ -45,19 +50,16 @@ class TritonMLAMetadata(MLAMetadata):
 
     Attributes:
         longest_to_mean: how many times as long as the mean the longest context is; 1 if unknown.
-        is_captured: launched into a graph, which other lengths will be replayed with.
         workspace: for states of requests that programs share.
     """
 
     longest_to_mean: float
-    is_captured: bool
     workspace: Workspace
 
 
-class TritonMLAMetadataBuilder(MLAMetadataBuilder):
-    """Plans are replayed for batches of decodes."""
+class TritonMLAMetadataBuilder(ReplayedMLAMetadataBuilder):
+    """Copies nothing and launches nothing for decodes."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     decode_query_len: ClassVar[int] = 8
 
     def __init__(
@@ -85,21 +87,8 @@ class TritonMLAMetadataBuilder(MLAMetadataBuilder):
         return TritonMLAMetadata(
             **vars(plan),
             longest_to_mean=longest_to_mean(None if bounds is None else bounds[: plan.num_decodes]),
-            is_captured=False,
             workspace=self._workspace,
         )
-
-    def build_for_cudagraph_capture(
-        self, common_attn_metadata: CommonAttentionMetadata
-    ) -> TritonMLAMetadata:
-        """Plan for any batch of decodes of at most these requests and queries, of any contexts."""
-        plan = self.build(0, common_attn_metadata)
-        assert plan.prefill is None, "only batches of decodes are captured"
-        if plan.decode is not None:
-            longest = max(plan.decode.max_seq_len, self.vllm_config.model_config.max_model_len)
-            plan.decode = replace(plan.decode, max_seq_len=longest)
-        plan.is_captured = True
-        return plan
 
 
 class TritonMLABackend(AttentionBackend):
@@ -156,6 +145,11 @@ class TritonMLAImpl(LatentImpl[TritonMLAMetadata]):
 
     prefill_cls = TritonMLAPrefill
 
+    def prepare_layer(self) -> None:
+        super().prepare_layer()
+        # Chosen rows are other pages than the cache's, and launches over others are forgotten.
+        self._cache_repeats, self._decode_repeats = Repeats(), Repeats()
+
     @staticmethod
     def get_backend_cls() -> type[TritonMLABackend]:
         return TritonMLABackend
@@ -174,21 +168,42 @@ class TritonMLAImpl(LatentImpl[TritonMLAMetadata]):
             return
         from attnkit.backends.triton import cache_launch, launch, mla_launch
 
-        d, slots = self.layer.dimensions, slot_mapping.flatten()
+        latent, rotated = rows_of(kv_c_normed), rows_of(k_pe)
+        slots = slot_mapping.flatten()
         if self.layer.is_tiled:
-            pages = self._pages(kv_cache, k_scale)
-            mla_launch.launch_tiled_write(rows_of(kv_c_normed), rows_of(k_pe[:, 0]), pages, slots)
+            rope = rotated[:, 0]
+            self._cache_repeats.launch(
+                ("tiled write", kind_of(latent, rope), slots.dtype),
+                kv_cache,
+                mla_launch.tiled_write_grid(latent, slots),
+                mla_launch.tiled_write_changes(latent, rope, slots),
+                lambda: mla_launch.tiled_write_call(
+                    latent, rope, self._pages(kv_cache, k_scale), slots
+                ),
+            )
             return
-        stored = Stored.of(
-            kv_cache[:, None],
-            self.layer.cache_format,
-            d.kv_lora_rank,
-            d.qk_rope_head_dim,
-            k_scale,
-            k_scale,
-            has_e4m3=launch.gpu_of(kv_cache.device).has_e4m3,
+        latent = latent[:, None]
+
+        def call() -> KernelCall:
+            stored = Stored.of(
+                kv_cache[:, None],
+                self.layer.cache_format,
+                latent.shape[-1],
+                rotated.shape[-1],
+                k_scale,
+                k_scale,
+                has_e4m3=launch.gpu_of(kv_cache.device).has_e4m3,
+            )
+            return cache_launch.write_call(latent, rotated, stored, slots)
+
+        self._cache_repeats.launch(
+            ("write", kind_of(latent, rotated), slots.dtype),
+            kv_cache,
+            cache_launch.write_grid(1, slots),
+            cache_launch.write_changes(latent, rotated, slots),
+            call,
+            self._scales(k_scale),
         )
-        cache_launch.launch_write(rows_of(kv_c_normed)[:, None], rows_of(k_pe), stored, slots)
 
     def forward_mqa(
         self,
@@ -198,7 +213,7 @@ class TritonMLAImpl(LatentImpl[TritonMLAMetadata]):
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # Here, so that the class can be asked questions where Triton is not installed.
-        from attnkit.backends.triton import launch, mla_launch
+        from attnkit.backends.triton import launch
 
         query = rows_of(torch.cat(q, dim=-1) if isinstance(q, tuple) else q)
         plan = attn_metadata.decode
@@ -213,9 +228,8 @@ class TritonMLAImpl(LatentImpl[TritonMLAMetadata]):
         lse = None
         if self.need_to_return_lse_for_decode:
             lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
-        operands = LatentOperands(
+        step = LatentStep(
             query=query,
-            pages=self._pages(kv_c_and_k_pe_cache, layer._k_scale),
             output=output,
             lse=lse,
             query_start_loc=plan.query_start_loc,
@@ -227,34 +241,64 @@ class TritonMLAImpl(LatentImpl[TritonMLAMetadata]):
             d.kv_lora_rank,
             d.qk_rope_head_dim,
             query.element_size(),
-            operands.pages.latent.element_size(),
+            1 if self.layer.cache_format.codec is not None else kv_c_and_k_pe_cache.element_size(),
             self.num_heads,
             kv_c_and_k_pe_cache.shape[1],
             gpu,
         )
-        _, num_tiles = mla_launch.head_tiles(self.num_heads, config.block_m)
+        num_tiles = -(-self.num_heads // config.block_m)
         # A program takes most of a multiprocessor, so as many as there are of these are enough; and a
         # request much longer than the others would run on alone at the end.
-        fill = gpu.num_sms // max(1, operands.num_reqs * num_tiles)
+        fill = gpu.num_sms // max(1, step.num_reqs * num_tiles)
         even = 4 if captured else int(attn_metadata.longest_to_mean)
         most = min(config.max_segments, -(-plan.max_seq_len // config.segment))
         splits = max(1, min(max(fill, even), most))
-        numel = Parts.numel(operands, plan.max_query_len, splits)
-        if numel > _MAX_PARTS:
+        if Parts.numel(step, plan.max_query_len, splits) > _MAX_PARTS:
             splits = 1
         parts = None
         if splits > 1:
-            memory = attn_metadata.workspace.reserve(numel)
-            parts = Parts.of(memory, operands, plan.max_query_len, splits)
-        mla_launch.launch_mla_decode(
-            operands,
-            scale,
-            max_query_len=plan.max_query_len,
-            num_splits=splits,
-            parts=parts,
-            config=config,
+            parts = attn_metadata.workspace.parts(step, plan.max_query_len, splits)
+        work = launch.DecodeWork(
+            max_query_len=plan.max_query_len, config=config, num_splits=splits, parts=parts
         )
+        self._decode(step, scale, work, kv_c_and_k_pe_cache, layer._k_scale)
         return output, lse
+
+    def _decode(
+        self,
+        step: LatentStep,
+        scale: float,
+        work: DecodeWork,
+        cache: torch.Tensor,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """Launch the decode, and the merge of its parts."""
+        from attnkit.backends.triton import mla_launch
+
+        kind, scales = step.kind, self._scales(k_scale)
+        self._decode_repeats.launch(
+            ("decode", work.parts is None, *kind),
+            cache,
+            mla_launch.mla_decode_grid(step, work),
+            mla_launch.mla_decode_changes(step, work),
+            lambda: mla_launch.mla_decode_call(step.over(self._pages(cache, k_scale)), scale, work),
+            scales,
+        )
+        if work.parts is not None:
+            self._decode_repeats.launch(
+                ("merge", *kind),
+                cache,
+                mla_launch.mla_merge_grid(step, work),
+                mla_launch.mla_merge_changes(step, work),
+                lambda: mla_launch.mla_merge_call(
+                    step.over(self._pages(cache, k_scale)), scale, work
+                ),
+                scales,
+            )
+
+    def _scales(self, k_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Those that kernels read."""
+        return (k_scale, k_scale) if self.layer.cache_format.reads_layer_scales else None
 
     def _pages(self, cache: torch.Tensor, k_scale: torch.Tensor) -> LatentPages:
         """The cache as the kernels read and write it."""
@@ -269,10 +313,8 @@ class TritonMLAImpl(LatentImpl[TritonMLAMetadata]):
         )
 
 
-class TritonMLASparseMetadataBuilder(TritonMLAMetadataBuilder):
-    """Every request is a decode."""
-
-    decode_query_len: ClassVar[int] = ALL_QUERIES
+class TritonMLASparseMetadataBuilder(SparseMLAMetadataBuilder, TritonMLAMetadataBuilder):
+    """Plans for chosen keys."""
 
 
 class TritonMLASparseBackend(TritonMLABackend):
@@ -316,5 +358,14 @@ class TritonMLASparseImpl(SparseLatentImpl[TritonMLAMetadata], TritonMLAImpl):
         rows = lists.new_empty(lists.shape)
         num_chosen = lists.new_empty(lists.shape[0])
         lists = rows_of(lists)
-        mla_launch.choose_rows_call(lists, plan, cache.shape[1], apart, rows, num_chosen).launch()
+        of_plan = (plan.query_start_loc.dtype, plan.seq_lens.dtype, plan.block_table.dtype)
+        self._cache_repeats.launch(
+            ("choose", mla_launch.choose_block(lists), *of_plan),
+            cache,
+            mla_launch.choose_rows_grid(lists),
+            mla_launch.choose_rows_changes(lists, plan, rows, num_chosen),
+            lambda: mla_launch.choose_rows_call(
+                lists, plan, cache.shape[1], apart, rows, num_chosen
+            ),
+        )
         return pages, rows, num_chosen

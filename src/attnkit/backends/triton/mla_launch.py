@@ -1,57 +1,41 @@
 """Launchers of the kernels over latents: check, choose constants and grid, start.
 
 In: `LatentOperands`, or a step's latents. Out: launched kernels. As in `launch`, `*_call`s make
-`KernelCall`s without running anything.
+`KernelCall`s without running anything, and `*_changes` are what differs between steps.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 
 from attnkit.backends.kernel_call import KernelCall
 from attnkit.backends.stored import Encoding
-from attnkit.backends.triton.configs import DecodeConfig, padded
+from attnkit.backends.triton.configs import padded
 from attnkit.backends.triton.interpreter import is_interpreting, repair_small_floats
+from attnkit.backends.triton.launch import DecodeWork
 from attnkit.backends.triton.merge import merge_kernel
 from attnkit.backends.triton.mla_choose import choose_rows_kernel
 from attnkit.backends.triton.mla_decode import mla_decode_kernel
-from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages
+from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages, LatentStep
 from attnkit.backends.triton.mla_write import tiled_write_kernel
-from attnkit.backends.triton.operands import Parts
 from attnkit.kvcache.codecs import FP8_TILE
 from attnkit.mla.plan import DecodePart
 
 if is_interpreting():
     repair_small_floats()
 
-
-def launch_mla_decode(
-    operands: LatentOperands,
-    scale: float,
-    *,
-    max_query_len: int,
-    num_splits: int = 1,
-    parts: Parts | None = None,
-    config: DecodeConfig,
-) -> None:
-    """Attend for every request with at most `max_query_len` queries. See `mla_decode_calls`."""
-    for call in mla_decode_calls(
-        operands,
-        scale,
-        max_query_len=max_query_len,
-        num_splits=num_splits,
-        parts=parts,
-        config=config,
-    ):
-        call.launch()
+_BLOCK_T = 16
+"""Tokens of a program that writes."""
 
 
-def launch_tiled_write(
-    kv_c: torch.Tensor, k_pe: torch.Tensor, pages: LatentPages, slot_mapping: torch.Tensor
-) -> None:
-    """Write latents with a scale per tile to their slots. See `tiled_write_call`."""
-    tiled_write_call(kv_c, k_pe, pages, slot_mapping).launch()
+def launch_mla_decode(operands: LatentOperands, scale: float, work: DecodeWork) -> None:
+    """Attend for every request with at most so many queries. See `mla_decode_call`, `mla_merge_call`."""
+    mla_decode_call(operands, scale, work).launch()
+    if work.parts is not None:
+        mla_merge_call(operands, scale, work).launch()
 
 
 def head_tiles(num_heads: int, block_m: int) -> tuple[int, int]:
@@ -60,68 +44,30 @@ def head_tiles(num_heads: int, block_m: int) -> tuple[int, int]:
     return triton.cdiv(num_heads, num_tiles), num_tiles
 
 
-def mla_decode_calls(
-    operands: LatentOperands,
-    scale: float,
-    *,
-    max_query_len: int,
-    num_splits: int = 1,
-    parts: Parts | None = None,
-    config: DecodeConfig,
-) -> tuple[KernelCall, ...]:
-    """The decode kernel over latents, and the merge of its parts if requests are shared.
+def mla_decode_call(operands: LatentOperands, scale: float, work: DecodeWork) -> KernelCall:
+    """The decode kernel over latents.
 
     Args:
         operands: of the step.
         scale: factor on q.k, above zero: it is applied after the maximum.
-        max_query_len: requests with more queries are left alone.
-        num_splits: programs that share each request and tile of heads.
-        parts: where they leave their states; None: only for num_splits 1.
-        config: tile.
+        work: each program that shares a request has a part of its own. If there are parts, the output is
+            that of `mla_merge_call`, which is to follow.
     """
-    o, pages = operands, operands.pages
+    o, pages, config = operands, operands.pages, work.config
     assert scale > 0, f"scale {scale} cannot be applied after the maximum"
-    assert num_splits == 1 or parts is not None, f"{num_splits} splits need memory for their parts"
+    parts, tiles = work.parts, pages.tile_scales
+    assert parts is None or parts.max_segments == work.num_splits, "one part a program"
     rank, rope, heads = pages.latent.shape[-1], pages.rotated.shape[-1], o.query.shape[1]
-    head_tile, num_head_tiles = head_tiles(heads, config.block_m)
-    block_q = config.block_m // head_tile
-    part_rows = max_query_len if parts is None else parts.part_rows
-    query_tiles = triton.cdiv(part_rows, block_q)
-    assert parts is None or parts.max_segments == num_splits, "one part a program"
-    tiles = pages.tile_scales
     alike = pages.latent.stride() == pages.rotated.stride()
-    common = {
-        "out_ptr": o.output,
-        "lse_ptr": o.lse,
-        "part_acc_ptr": None if parts is None else parts.acc,
-        "part_top_ptr": None if parts is None else parts.top,
-        "part_total_ptr": None if parts is None else parts.total,
-        "k_scale_ptr": pages.k_scale,
-        "query_start_loc_ptr": o.query_start_loc,
-        "kv_lens_ptr": o.kv_lens,
-        "max_query_len": max_query_len,
-        "scale": scale,
-        "part_rows": part_rows,
-        "out_stride_token": o.output.stride(0),
-        "out_stride_head": o.output.stride(1),
-        "lse_stride_token": 0 if o.lse is None else o.lse.stride(0),
-        "NUM_HEADS": heads,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "SEGMENT": config.segment,
-    }
-    decode = KernelCall(
+    return KernelCall(
         kernel=mla_decode_kernel,
-        grid=(o.num_reqs * query_tiles * num_head_tiles * num_splits,),
+        grid=mla_decode_grid(o, work),
         arguments={
-            **common,
-            "q_ptr": o.query,
+            **mla_decode_changes(o, work),
+            **_of_layer(o, scale, work),
             "latent_ptr": pages.latent,
             "rotated_ptr": pages.rotated,
             "tile_scales_ptr": tiles,
-            "table_ptr": o.block_table,
-            "query_tiles": query_tiles,
-            "num_splits": num_splits,
             "q_stride_token": o.query.stride(0),
             "q_stride_head": o.query.stride(1),
             "latent_stride_page": pages.latent.stride(0),
@@ -130,8 +76,7 @@ def mla_decode_calls(
             "rotated_stride_row": None if alike else pages.rotated.stride(1),
             "tile_stride_page": 0 if tiles is None else tiles.stride(0),
             "tile_stride_row": 0 if tiles is None else tiles.stride(1),
-            "table_stride": o.block_table.stride(0),
-            "HEAD_TILE": head_tile,
+            "HEAD_TILE": head_tiles(heads, config.block_m)[0],
             "RANK": rank,
             "ROPE": rope,
             "BLOCK_L": padded(rank),
@@ -142,20 +87,45 @@ def mla_decode_calls(
         device=o.query.device,
         options={"num_warps": config.num_warps, "num_stages": config.num_stages},
     )
-    if parts is None:
-        return (decode,)
-    merge = KernelCall(
+
+
+def mla_decode_grid(step: LatentStep, work: DecodeWork) -> tuple[int]:
+    """Programs of the decode kernel."""
+    head_tile, num_tiles = head_tiles(step.query.shape[1], work.config.block_m)
+    return (step.num_reqs * work.query_tiles(head_tile) * num_tiles * work.num_splits,)
+
+
+def mla_decode_changes(step: LatentStep, work: DecodeWork) -> dict[str, Any]:
+    """Arguments of `mla_decode_call` that differ from one step to the next."""
+    head_tile, _ = head_tiles(step.query.shape[1], work.config.block_m)
+    return {
+        **_of_step(step, work),
+        "table_ptr": step.block_table,
+        "table_stride": step.block_table.stride(0),
+        "query_tiles": work.query_tiles(head_tile),
+        "num_splits": work.num_splits,
+    }
+
+
+def mla_merge_call(operands: LatentOperands, scale: float, work: DecodeWork) -> KernelCall:
+    """The merge of the parts that `mla_decode_call` left.
+
+    Args:
+        operands, scale, work: of that call.
+    """
+    o, rank, heads = operands, operands.head_size_v, operands.query.shape[1]
+    head_tile, _ = head_tiles(heads, work.config.block_m)
+    return KernelCall(
         kernel=merge_kernel,
-        grid=(o.num_reqs * part_rows * heads,),
+        grid=mla_merge_grid(o, work),
         arguments={
-            **common,
-            "q_ptr": o.query,
+            **mla_merge_changes(o, work),
+            **_of_layer(o, scale, work),
             "out_scale_ptr": None,
             "out_block_scales_ptr": None,
             "OUT_ENCODING": int(Encoding.NONE),
             "OUT_UNIT": 1,
-            "v_scale_ptr": pages.k_scale,
-            "max_segments": num_splits,
+            "v_scale_ptr": o.pages.k_scale,
             "causal_ptr": None,
             "spans_ptr": None,
             "prefix_lens_ptr": None,
@@ -166,7 +136,7 @@ def mla_decode_calls(
             "PER_HEAD": False,
             "HEAD_SIZE_V": rank,
             "BLOCK_DV": padded(rank),
-            "BLOCK_Q": block_q,
+            "BLOCK_Q": work.config.block_m // head_tile,
             "LINEAR": True,
             # Four parts of 2 KB keep a program's loads in flight.
             "UNROLL": 4,
@@ -174,7 +144,49 @@ def mla_decode_calls(
         device=o.query.device,
         options={"num_warps": 4, "num_stages": 1},
     )
-    return decode, merge
+
+
+def mla_merge_grid(step: LatentStep, work: DecodeWork) -> tuple[int]:
+    """Programs of the merge kernel: one for each query and head."""
+    return (step.num_reqs * work.part_rows * step.query.shape[1],)
+
+
+def mla_merge_changes(step: LatentStep, work: DecodeWork) -> dict[str, Any]:
+    """Arguments of `mla_merge_call` that differ from one step to the next."""
+    return {**_of_step(step, work), "max_segments": work.num_splits}
+
+
+def _of_step(step: LatentStep, work: DecodeWork) -> dict[str, Any]:
+    """What differs from one step to the next for both kernels."""
+    parts = work.parts
+    return {
+        "q_ptr": step.query,
+        "out_ptr": step.output,
+        "lse_ptr": step.lse,
+        "part_acc_ptr": None if parts is None else parts.acc,
+        "part_top_ptr": None if parts is None else parts.top,
+        "part_total_ptr": None if parts is None else parts.total,
+        "query_start_loc_ptr": step.query_start_loc,
+        "kv_lens_ptr": step.kv_lens,
+        "max_query_len": work.max_query_len,
+        "part_rows": work.part_rows,
+    }
+
+
+def _of_layer(o: LatentOperands, scale: float, work: DecodeWork) -> dict[str, Any]:
+    """What a layer has in every step, and strides, for both kernels."""
+    config = work.config
+    return {
+        "k_scale_ptr": o.pages.k_scale,
+        "scale": scale,
+        "out_stride_token": o.output.stride(0),
+        "out_stride_head": o.output.stride(1),
+        "lse_stride_token": 0 if o.lse is None else o.lse.stride(0),
+        "NUM_HEADS": o.query.shape[1],
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "SEGMENT": config.segment,
+    }
 
 
 def tiled_write_call(
@@ -191,19 +203,16 @@ def tiled_write_call(
     assert pages.tile_scales is not None
     for name, x in (("kv_c", kv_c), ("k_pe", k_pe)):
         assert x.stride(-1) == 1 or x.shape[-1] == 1, f"{name} has last stride {x.stride(-1)}"
-    num_tokens, block_t, rank = slot_mapping.shape[0], 16, kv_c.shape[-1]
+    rank = kv_c.shape[-1]
     codes = pages.latent.view(torch.uint8)
     return KernelCall(
         kernel=tiled_write_kernel,
-        grid=(triton.cdiv(num_tokens, block_t), rank // FP8_TILE + 1),
+        grid=tiled_write_grid(kv_c, slot_mapping),
         arguments={
-            "kv_c_ptr": kv_c,
-            "k_pe_ptr": k_pe,
+            **tiled_write_changes(kv_c, k_pe, slot_mapping),
             "codes_ptr": codes,
             "tile_scales_ptr": pages.tile_scales,
             "rotated_ptr": pages.rotated,
-            "slot_mapping_ptr": slot_mapping,
-            "num_tokens": num_tokens,
             "kv_c_stride": kv_c.stride(0),
             "k_pe_stride": k_pe.stride(0),
             "codes_stride_page": codes.stride(0),
@@ -216,11 +225,28 @@ def tiled_write_call(
             "ROPE": k_pe.shape[-1],
             "BLOCK_R": padded(k_pe.shape[-1]),
             "PAGE_SIZE": codes.shape[1],
-            "BLOCK_T": block_t,
+            "BLOCK_T": _BLOCK_T,
         },
         device=kv_c.device,
         options={"num_warps": 4, "num_stages": 1},
     )
+
+
+def tiled_write_grid(kv_c: torch.Tensor, slot_mapping: torch.Tensor) -> tuple[int, int]:
+    """Programs of the kernel: for so many tokens each of their tiles, and what is rotated."""
+    return triton.cdiv(slot_mapping.shape[0], _BLOCK_T), kv_c.shape[-1] // FP8_TILE + 1
+
+
+def tiled_write_changes(
+    kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor
+) -> dict[str, Any]:
+    """Arguments of `tiled_write_call` that differ from one step to the next."""
+    return {
+        "kv_c_ptr": kv_c,
+        "k_pe_ptr": k_pe,
+        "slot_mapping_ptr": slot_mapping,
+        "num_tokens": slot_mapping.shape[0],
+    }
 
 
 def choose_rows_call(
@@ -241,26 +267,44 @@ def choose_rows_call(
         rows: int32 (T, k), contiguous, to be filled: rows of the keys that are named, then zeros.
         num_chosen: int32 (T,), to be filled.
     """
-    num_tokens, size = lists.shape
     return KernelCall(
         kernel=choose_rows_kernel,
-        grid=(num_tokens,),
+        grid=choose_rows_grid(lists),
         arguments={
-            "lists_ptr": lists,
-            "query_start_loc_ptr": plan.query_start_loc,
-            "seq_lens_ptr": plan.seq_lens,
-            "table_ptr": plan.block_table,
-            "rows_ptr": rows,
-            "num_chosen_ptr": num_chosen,
-            "num_reqs": plan.seq_lens.shape[0],
-            "size": size,
-            "lists_stride": lists.stride(0),
-            "table_stride": plan.block_table.stride(0),
+            **choose_rows_changes(lists, plan, rows, num_chosen),
             "rows_apart": rows_apart,
             "PAGE_SIZE": block_size,
-            "BLOCK_K": min(1024, padded(size)),
+            "BLOCK_K": choose_block(lists),
             "BLOCK_R": 128,
         },
         device=lists.device,
         options={"num_warps": 4, "num_stages": 1},
     )
+
+
+def choose_rows_grid(lists: torch.Tensor) -> tuple[int]:
+    """Programs of the kernel: one for each query."""
+    return (lists.shape[0],)
+
+
+def choose_block(lists: torch.Tensor) -> int:
+    """Places of a list that are looked at at once."""
+    return min(1024, padded(lists.shape[1]))
+
+
+def choose_rows_changes(
+    lists: torch.Tensor, plan: DecodePart, rows: torch.Tensor, num_chosen: torch.Tensor
+) -> dict[str, Any]:
+    """Arguments of `choose_rows_call` that differ from one step to the next."""
+    return {
+        "lists_ptr": lists,
+        "query_start_loc_ptr": plan.query_start_loc,
+        "seq_lens_ptr": plan.seq_lens,
+        "table_ptr": plan.block_table,
+        "rows_ptr": rows,
+        "num_chosen_ptr": num_chosen,
+        "num_reqs": plan.seq_lens.shape[0],
+        "size": lists.shape[1],
+        "lists_stride": lists.stride(0),
+        "table_stride": plan.block_table.stride(0),
+    }

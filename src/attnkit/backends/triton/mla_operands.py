@@ -1,4 +1,5 @@
-"""LatentPages and LatentOperands: a latent cache as the kernels read it, and the tensors of one decode.
+"""LatentPages: a latent cache as the kernels read it; LatentStep: what is new in a decode over latents;
+LatentOperands: that over pages.
 
 In: tensors from whoever has them. Out: views of the parts of a row, checked against each other, none of
 it copied. Host code; does not need Triton.
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnkit.backends.repeat import kind_of
 from attnkit.backends.stored import Codes, Stored, float32_view
 from attnkit.contract import MLADimensions
 from attnkit.kvcache.codecs import FP8_TILE
@@ -86,12 +88,11 @@ class LatentPages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LatentOperands:
-    """What absorbed attention reads and writes. R requests, T tokens.
+class LatentStep:
+    """What absorbed attention reads and writes beside pages. R requests, T tokens.
 
     Attributes:
         query: (T, num_heads, kv_lora_rank + qk_rope_head_dim).
-        pages: of the cache.
         output: (T, num_heads, kv_lora_rank).
         lse: float32 (T, num_heads); None: not wanted.
         query_start_loc: int32 (R + 1,).
@@ -100,12 +101,51 @@ class LatentOperands:
     """
 
     query: torch.Tensor
-    pages: LatentPages
     output: torch.Tensor
     lse: torch.Tensor | None
     query_start_loc: torch.Tensor
     kv_lens: torch.Tensor
     block_table: torch.Tensor
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests, padding rows included."""
+        return self.kv_lens.shape[0]
+
+    @property
+    def head_size_v(self) -> int:
+        """Numbers of a head of the output."""
+        return self.output.shape[-1]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What compiled kernels depend on of all these (`repeat`)."""
+        of_batch = (self.query_start_loc, self.kv_lens, self.block_table)
+        # Kernels do not look at the alignment of these.
+        return (*kind_of(self.query, self.output, self.lse), *(x.dtype for x in of_batch))
+
+    def over(self, pages: LatentPages) -> LatentOperands:
+        """These over pages, checked."""
+        return LatentOperands(
+            query=self.query,
+            pages=pages,
+            output=self.output,
+            lse=self.lse,
+            query_start_loc=self.query_start_loc,
+            kv_lens=self.kv_lens,
+            block_table=self.block_table,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LatentOperands(LatentStep):
+    """What absorbed attention reads and writes.
+
+    Attributes:
+        pages: of the cache.
+    """
+
+    pages: LatentPages
 
     def __post_init__(self) -> None:
         q, out, lse, pages = self.query, self.output, self.lse, self.pages
@@ -124,13 +164,3 @@ class LatentOperands:
         assert lse is None or (lse.shape == q.shape[:2] and lse.dtype == torch.float32), lse
         assert lse is None or lse.stride(-1) == 1 or lse.shape[-1] == 1, lse.stride()
         assert self.query_start_loc.shape[0] == self.num_reqs + 1, self.query_start_loc.shape
-
-    @property
-    def num_reqs(self) -> int:
-        """Requests, padding rows included."""
-        return self.kv_lens.shape[0]
-
-    @property
-    def head_size_v(self) -> int:
-        """Numbers of a head of the output."""
-        return self.output.shape[-1]

@@ -1,15 +1,17 @@
 """TritonMLAPrefill: prefills of layers over latents in the dense attention kernel.
 
-In: as `MLAPrefillBackend`. Out: attention. Host code.
+In: as `MLAPrefillBackend`. Out: attention. Host code; on a GPU a launch is repeated from step to step
+(`repeat`).
 """
 
 from __future__ import annotations
 
 import torch
 
+from attnkit.backends.repeat import Repeats, kind_of
 from attnkit.backends.stored import Stored
 from attnkit.backends.triton.backend import TritonBackend
-from attnkit.backends.triton.operands import Operands, OutputCodes
+from attnkit.backends.triton.operands import Operands, OutputCodes, value_offset
 from attnkit.contract import MLADimensions
 from attnkit.mla.plan import ContextChunk, PrefillPart
 from attnkit.mla.prefill_backend import DensePrefill
@@ -20,6 +22,10 @@ class TritonMLAPrefill(DensePrefill):
     """On any GPU that Triton compiles for, or in its interpreter."""
 
     dense_backend = TritonBackend
+
+    def __init__(self, num_heads: int, scale: float, dimensions: MLADimensions) -> None:
+        super().__init__(num_heads, scale, dimensions)
+        self._repeats = Repeats()
 
     @staticmethod
     def get_name() -> str:
@@ -109,7 +115,18 @@ class TritonMLAPrefill(DensePrefill):
     def _attend(self, operands: Operands) -> None:
         from attnkit.backends.triton import launch
 
-        launch.launch_attention(operands, self._variant)
+        o, variant = operands, self._variant
+        key, value = o.stored.key, o.stored.value
+        config = launch.attention_config_of(o)
+        # Keys belong to the step, and those of pages have as many tokens as these.
+        kind = (*o.kind, kind_of(key, value), value_offset(key, value), key.shape[2:])
+        self._repeats.launch(
+            (*kind, o.query.device),
+            None,
+            launch.attention_grid(o, o.num_tokens, o.num_kv_heads, config),
+            launch.attention_changes(o, variant, 1) | launch.key_changes(key, value),
+            lambda: launch.attention_call(o, variant, 1, config),
+        )
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:

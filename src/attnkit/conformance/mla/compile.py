@@ -13,6 +13,7 @@ from attnkit.backends.hopper import latent_gather_launch
 from attnkit.backends.hopper.latent_launch import LatentWork
 from attnkit.backends.kernel_call import KernelCall
 from attnkit.backends.triton import configs, index_launch, mla_launch
+from attnkit.backends.triton.launch import DecodeWork
 from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages
 from attnkit.backends.triton.operands import Parts
 from attnkit.contract import MLADimensions
@@ -119,11 +120,10 @@ def _decode(
     if split:
         memory = _empty(Parts.numel(operands, 1, 4), dtype=torch.float32)
         parts = Parts.of(memory, operands, 1, 4)
-    calls = mla_launch.mla_decode_calls(
-        operands, 0.07, max_query_len=1, num_splits=4 if split else 1, parts=parts, config=config
-    )
-    for call, suffix in zip(calls, ("", "-merge"), strict=False):
-        yield name + suffix, call
+    work = DecodeWork(max_query_len=1, config=config, num_splits=4 if split else 1, parts=parts)
+    yield name, mla_launch.mla_decode_call(operands, 0.07, work)
+    if split:
+        yield f"{name}-merge", mla_launch.mla_merge_call(operands, 0.07, work)
 
 
 def _gather(gpu: configs.Gpu, stored: str, lists: torch.Tensor, table: torch.Tensor) -> KernelCall:
@@ -159,16 +159,14 @@ def _index(
         f"{name}-write",
         index_launch.index_write_call(_empty(256, 128, dtype=dtype), pages, slots),
     )
-    calls = index_launch.index_choose_calls(
-        _empty(256, 64, 128, dtype=dtype),
-        _empty(256, 64, dtype=torch.float32),
-        pages,
-        _empty(65, dtype=torch.int32),
-        _empty(64, dtype=torch.int32),
-        _empty(64, 1 << 16, dtype=torch.int32),
-        _empty(256, 2048, dtype=torch.int32),
-        max_seq_len=1 << 16,
-        gpu=gpu,
+    step = index_launch.IndexStep(
+        q=_empty(256, 64, 128, dtype=dtype),
+        weights=_empty(256, 64, dtype=torch.float32),
+        query_start_loc=_empty(65, dtype=torch.int32),
+        seq_lens=_empty(64, dtype=torch.int32),
+        block_table=_empty(64, 1 << 16, dtype=torch.int32),
+        lists=_empty(256, 2048, dtype=torch.int32),
     )
-    for call, suffix in zip(calls, ("-score", "-top"), strict=False):
-        yield name + suffix, call
+    part = step.parts(page, 1 << 16)[0]
+    yield f"{name}-score", index_launch.index_score_call(step, part, pages, gpu)
+    yield f"{name}-top", index_launch.index_top_call(step, part)

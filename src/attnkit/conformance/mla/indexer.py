@@ -21,6 +21,7 @@ class KitIndexer:
 
     Attributes:
         topk: keys a query is told; None: all it sees, in a list that is longer than any request.
+        lists_are_whole_up_to: a query that sees no more keys is told all of them.
         block_size: of the layer; tables say how long a request may be.
         batch: of the step that runs.
     """
@@ -28,6 +29,7 @@ class KitIndexer:
     def __init__(self, topk: int | None, block_size: int) -> None:
         self.topk, self.block_size = topk, block_size
         self.batch: CommonAttentionMetadata | None = None
+        self.lists_are_whole_up_to = 1 << 30 if topk is None else topk
         self._planned: dict[int, tuple[Any, CommonAttentionMetadata]] = {}
 
     @property

@@ -20,7 +20,6 @@ from attnkit.contract import (
 from attnkit.kvcache.formats import latent_format
 from attnkit.mla.builder import MLAMetadataBuilder
 from attnkit.mla.plan import ContextChunk, MLAMetadata
-from attnkit.mla.sparse import ALL_QUERIES
 
 Tensor = torch.Tensor
 
@@ -277,7 +276,7 @@ class TwinMLABackend(AttentionBackend):
 class EveryRequestDecodes(MLAMetadataBuilder):
     """Lists are of queries, so nothing is expanded."""
 
-    decode_query_len: ClassVar[int] = ALL_QUERIES
+    decode_query_len: ClassVar[int] = 1 << 30
 
 
 class SparseTwinMLABackend(TwinMLABackend):
