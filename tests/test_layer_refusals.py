@@ -414,3 +414,9 @@ def test_what_the_backend_lacks_is_refused_with_its_reasons() -> None:
     with pytest.raises(UnsupportedConfiguration) as refusal:
         make_layer("reference", dtype=torch.float64, kv_cache_dtype="fp8_ds_mla")
     assert any("float64" in reason for reason in refusal.value.reasons)
+
+
+def test_a_layer_that_wants_batch_invariance_gets_it_or_the_reason() -> None:
+    assert make_layer("auto", use_batch_invariant=True).backend.supports_batch_invariance()
+    with pytest.raises(UnsupportedConfiguration, match=r"flex cannot serve .*batch invariance"):
+        make_layer("flex", head_size=16, use_batch_invariant=True)

@@ -83,6 +83,7 @@ class Attention(PagedLayer):
         use_tree_mask: bool = False,
         attention_chunk_size: int | None = None,
         use_per_head_quant_scales: bool = False,
+        use_batch_invariant: bool = False,
         vllm_config: Any | None = None,
         choose: Choose = select,
     ) -> None:
@@ -117,6 +118,7 @@ class Attention(PagedLayer):
                 attention_chunk_size); None: no chunks. Any backend does it (`chunked_local`).
             use_per_head_quant_scales: `_q_scale`, `_k_scale` and `_v_scale` have one entry per KV head
                 instead of one for all.
+            use_batch_invariant: a request's bits may not depend on which others are in its batch.
             vllm_config: engine configuration handed to the builder; None: the defaults.
             choose: who chooses the backend; `functools.cache(select)` for many layers that ask alike.
 
@@ -136,6 +138,7 @@ class Attention(PagedLayer):
                 "use_rswa": use_rswa,
                 "use_tree_mask": use_tree_mask,
                 "use_per_head_quant_scales": use_per_head_quant_scales,
+                "use_batch_invariant": use_batch_invariant,
             }
         )
         check_text("kv_sharing_target_layer_name", kv_sharing_target_layer_name, optional=True)
@@ -210,6 +213,7 @@ class Attention(PagedLayer):
                 attn_type=self.attn_type.value,
                 has_sliding_window=sliding_window is not None,
                 use_non_causal=use_non_causal,
+                use_batch_invariant=use_batch_invariant,
                 use_kv_connector=use_kv_connector,
                 use_mm_prefix=use_mm_prefix,
                 use_rswa=use_rswa,
@@ -252,12 +256,15 @@ class Attention(PagedLayer):
         parameter = inspect.signature(impl_cls.forward).parameters.get("output")
         is_older = parameter is not None and parameter.default is not inspect.Parameter.empty
         self._passes_output = not is_older or self.backend.accept_output_buffer
-        self._shares_cache = kv_sharing_target_layer_name is not None
+        shares_cache = kv_sharing_target_layer_name is not None
         self._writes_cache = (
             self._needs_cache
-            and not self._shares_cache
+            and not shares_cache
             and not self.backend.forward_includes_kv_cache_update
         )
+        # How much of an encoder's output a step writes, the impl knows if it does the writing.
+        is_cross = self.attn_type is AttentionType.ENCODER_DECODER
+        self._checks_keys = self._writes_cache or not (shares_cache or is_cross)
         self._page = (
             logical_page(self.backend, self._spec(block_size)) if self._needs_cache else None
         )
@@ -439,7 +446,7 @@ class Attention(PagedLayer):
     ) -> None:
         """Whether tensors, cache and plan are of one step, by their shapes alone."""
         check_num_rows(self, query, attn_metadata)
-        if key is not None and not self._shares_cache:
+        if key is not None and self._checks_keys:
             check_num_keys(self, key, attn_metadata)
         if self._needs_cache:
             check_cache(self, kv_cache, self._page)

@@ -231,6 +231,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"past_key_values": "static"}, "StaticCache cannot hold"),
     ({"input_ids": None}, "neither input_ids"),
     ({"input_ids": IDS.repeat(1, 30)}, "600 tokens"),
+    ({"input_ids": IDS[:0]}, "0 rows of 20 tokens"),
+    ({"input_ids": IDS[:, :0]}, "3 rows of 0 tokens"),
 ]
 
 

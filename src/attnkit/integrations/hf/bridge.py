@@ -113,6 +113,10 @@ class Bridge:
                 f"{who} was given neither input_ids nor inputs_embeds; give one of them"
             )
         num_rows, num_new = inputs.shape[:2]
+        if not num_rows * num_new:
+            raise ModelError(
+                f"{who} was given {num_rows} rows of {num_new} tokens; give one of each at least"
+            )
         past, longest = pages.num_tokens, self.packed.max_model_len
         padding = _padding(who, mask, num_rows, num_new, pages)
         if past + num_new > longest and past + num_new - int(padding.min()) > longest:
