@@ -140,7 +140,7 @@ def ours(
     """Our kernels, and the first of them alone.
 
     Args:
-        spare: another `LATENT_SPARE`.
+        spare: another `SPARE`.
         coded: over codes.
         rows: another height of row tiles.
         programs: of the decode kernel on a multiprocessor.
@@ -151,9 +151,9 @@ def ours(
         config = replace(latent_config(*shape, **kwargs), **changes)
         return replace(config, rows=math.gcd(config.page_size, config.block_n))
 
-    usual = plan_launch.LATENT_SPARE, mla_plan.latent_rows
+    usual = plan_launch.SPARE, mla_plan.latent_rows
     if spare is not None:
-        plan_launch.LATENT_SPARE = spare
+        plan_launch.SPARE = spare
     if rows is not None:
         mla_plan.latent_rows = lambda num_heads, query_len, coded: rows
     mla_plan.latent_config = changed
@@ -167,7 +167,7 @@ def ours(
     planner = mla_plan.LatentPlanner(DEVICE, s.num_reqs, s.page_size)
     planner._num_programs *= programs
     work = planner.plan(part, t["q"].shape[0], mla_plan.Layers(s.num_heads, coded))
-    plan_launch.LATENT_SPARE, mla_plan.latent_rows = usual
+    plan_launch.SPARE, mla_plan.latent_rows = usual
     mla_plan.latent_config = latent_config
     q = t["q"]
     operands = latent_launch.LatentOperands(

@@ -16,7 +16,7 @@ ROOT = Path(attnkit.__file__).parent
 
 # Part -> the parts it may import. A part is a folder or a file right below attnkit; "" is the package
 # itself. What stands lower in the table may import more.
-FOUNDATION = {"errors", "arguments", "environment", "contract"}
+FOUNDATION = {"errors", "arguments", "environment", "garbage", "contract"}
 PAGES = FOUNDATION | {"upload", "batch", "kvcache"}
 CHOICE = PAGES | {
     "output_quant",
@@ -38,6 +38,7 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "arguments": {"errors"},
     "environment": set(),
+    "garbage": set(),
     "upload": set(),
     "contract": {"errors", "arguments"},
     "batch": {"errors", "arguments", "contract", "upload"},

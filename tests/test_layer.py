@@ -485,6 +485,12 @@ def test_a_layer_that_a_context_forgets_is_named() -> None:
         ({"kv_cache": _cache(head_size_v=4)}, r"cache of shape \(9, 2, 4, 12\)"),
         ({"kv_cache": _cache(dtype=torch.bfloat16)}, "and torch.bfloat16; its blocks .*float32"),
         ({"kv_cache": torch.empty(0)}, r"cache of shape \(0,\)"),
+        ({"kv_cache": _cache().to("meta")}, "cache on meta, and was built for cpu"),
+        (
+            {"kv_cache": _cache().mT.contiguous().mT},
+            "last dimension has stride 4; give one where it is 1",
+        ),
+        ({"k": torch.zeros(4, KV_HEADS, SIZE), "v": torch.zeros(4, KV_HEADS, SIZE)}, "4 keys for"),
     ],
 )
 @BOTH
@@ -498,12 +504,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     with pytest.raises(BatchError, match=named):
         layer(step["q"], step["k"], step["v"], step["kv_cache"], plan)
     assert kv_cache.isnan().all()
-    if tokens.get("kv_cache") is not None:
+    if tokens.get("kv_cache") is not None and not tokens["kv_cache"].is_meta:
         assert tokens["kv_cache"].isnan().all()
 
 
-def test_keys_must_reach_as_far_as_the_slots() -> None:
-    layer, kv_cache = _layer(LayerWrites, layer_name="a"), _cache()
+@BOTH
+def test_keys_must_reach_as_far_as_the_slots(backend: Any) -> None:
+    layer, kv_cache = _layer(backend, layer_name="a"), _cache()
     batch = make_batch([5], [5], [[3, 8]], BLOCK)
     padded = batch.replace(slot_mapping=torch.cat([batch.slot_mapping, torch.tensor([-1, -1])]))
     with pytest.raises(BatchError, match="5 keys for a plan that writes 7"):
@@ -635,7 +642,7 @@ def test_only_block_ids_past_the_cache_are_called_that() -> None:
     plan = layer.build(make_batch([5], [5], [[3, 8]], BLOCK))
     with pytest.raises(IndexError, match="list index"):
         layer(*_wide(5), cache, plan)
-    for backend in ("reference", "cpu", "flex"):
+    for backend in ("reference", "cpu", "flex", "triton"):
         layer = _layer(backend, head_size=2 * SIZE)
         for tables, context, named in (
             ([[3, 9]], 0, "slot"),  # Of the last new token.
@@ -929,6 +936,16 @@ def test_the_cache_is_checked_against_the_page_the_backend_wants() -> None:
 
 
 # Other types of attention
+
+
+@pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
+@pytest.mark.parametrize("backend", ["reference", "cpu", "flex"])
+def test_encoders_want_a_key_for_every_token_they_attend_to(backend: str, attn_type: str) -> None:
+    layer = _layer(backend, layer_name="a", attn_type=attn_type, head_size=16)
+    plan = layer.build(make_batch([5], [5], [[1, 2]], BLOCK))
+    q, k = torch.zeros(5, HEADS, 16), torch.zeros(3, KV_HEADS, 16)
+    with pytest.raises(BatchError, match="layer a got 3 keys for a plan of 5 tokens"):
+        layer(q, k, k, None, plan)
 
 
 def test_encoders_need_neither_cache_nor_pages() -> None:

@@ -268,8 +268,9 @@ def test_an_unknown_name_lists_the_known(table: Table) -> None:
     for function in (resolve, lambda name: select(PLAIN, name), lambda name: decide(PLAIN, name)):
         with pytest.raises(UnknownBackend, match="'chaep'") as unknown:
             function("chaep")
-        for known in ("auto", "cheap", "dear", "mine", "path/to/file.py:Class", "module:Class"):
+        for known in ("cheap", "dear", "mine", "path/to/file.py:Class", "module:Class"):
             assert known in str(unknown.value)
+        assert ("auto" in str(unknown.value)) == (function is not resolve)
 
 
 def test_a_class_is_its_own_name() -> None:
@@ -520,7 +521,7 @@ def test_a_file_named_after_the_library_it_lacks(
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("no_such_module_x.y:Mine", "no module 'no_such_module_x'; check the path"),
+        ("no_such_module_x.y:Mine", "no module 'no_such_module_x' that .*; check the path"),
         ("attnkit.no_such_part:Mine", "no module 'attnkit.no_such_part'"),
         ("no/such/file.py:Mine", "there is no file no/such/file.py"),
         ("attnkit.backends.reference:Mine", "reference has no class 'Mine'"),
@@ -532,11 +533,38 @@ def test_a_file_named_after_the_library_it_lacks(
         (".relative:Mine", "'.relative' is neither"),
         ("some/kernel.cu:Mine", "'some/kernel.cu' is neither"),
         ("", "no backend is called ''"),
+        ("auto", "no backend is called 'auto'; there are hopper, triton"),
+        ("./mine.py", r"names a file and no class in it; give \./mine\.py:Class"),
     ],
 )
 def test_paths_that_lead_nowhere_are_named(name: str, named: str) -> None:
     with pytest.raises(UnknownBackend, match=named):
         resolve(name)
+
+
+def test_a_module_that_lies_where_one_stands_is_called_by_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lies_here.py").write_text("class Mine: ...")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnknownBackend, match=r"that Python finds; give \./lies_here\.py:Mine"):
+        resolve("lies_here:Mine")
+
+
+@pytest.mark.parametrize("choose", [select, decide])
+def test_an_unknown_name_says_where_it_came_from(choose: Any) -> None:
+    with pytest.raises(UnknownBackend, match=r"no backend is called 'nobody'.*use backend='auto'"):
+        choose(PLAIN, "nobody", environ={})
+    with pytest.raises(
+        UnknownBackend, match=r"no backend is called 'nobody'.*unset ATTNKIT_BACKEND"
+    ):
+        choose(PLAIN, "auto", environ={"ATTNKIT_BACKEND": "nobody"})
+
+
+def test_a_backend_from_the_environment_that_cannot_serve_is_not_cured_by_auto() -> None:
+    environ = {"ATTNKIT_BACKEND": "reference_mla"}
+    with pytest.raises(UnsupportedConfiguration, match=r"or unset ATTNKIT_BACKEND$"):
+        select(PLAIN, environ=environ)
 
 
 # Requests

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnkit.batch import make_batch
-from attnkit.compiled import forward_context
-from attnkit.kvcache.pool import PagedKVCache
-from attnkit.layer import Attention
-from attnkit.mla_layer import MLAAttention
-from attnkit.registry import backend_names, register
-from attnkit.selection import AttentionRequest, Selection, select
+import attnkit.garbage as _garbage
+
+with _garbage.collection_paused():
+    from attnkit.batch import make_batch
+    from attnkit.compiled import forward_context
+    from attnkit.kvcache.pool import PagedKVCache
+    from attnkit.layer import Attention
+    from attnkit.mla_layer import MLAAttention
+    from attnkit.registry import backend_names, register
+    from attnkit.selection import AttentionRequest, Selection, select
 
 if TYPE_CHECKING:
     from attnkit.integrations import hf

@@ -91,7 +91,7 @@ def make_batch(
                 f"is_prefilling is {prefilling.dtype} of shape {prefilling.shape}; give one bool for "
                 f"each of the {num_reqs} requests"
             )
-    given = causal
+    given = repr(causal)
     if isinstance(causal, torch.Tensor):
         # Its numbers stay where they are: nothing waits for the device.
         given = f"a tensor of shape {tuple(causal.shape)} and {causal.dtype}"

@@ -38,7 +38,7 @@ from attnkit.errors import BackendError, BatchError, ConfigurationError
 from attnkit.output_quant import QuantizedOutput
 from attnkit.paged_layer import PagedLayer, logical_page, without_gradients, zero_rows
 from attnkit.selection import AttentionRequest, Choose, select
-from attnkit.step_checks import as_heads, check_cache, check_num_rows, check_num_written
+from attnkit.step_checks import as_heads, check_cache, check_num_keys, check_num_rows
 
 
 class Attention(PagedLayer):
@@ -152,6 +152,7 @@ class Attention(PagedLayer):
             sinks=sinks,
             use_alibi_sqrt=use_alibi_sqrt,
         )
+        sliding_window = variant.sliding_window
         get_kv_quant_mode(kv_cache_dtype)  # An unknown format is the user's mistake, not a refusal.
         capability = DeviceCapability.of(device)
         super().__init__(
@@ -251,9 +252,10 @@ class Attention(PagedLayer):
         parameter = inspect.signature(impl_cls.forward).parameters.get("output")
         is_older = parameter is not None and parameter.default is not inspect.Parameter.empty
         self._passes_output = not is_older or self.backend.accept_output_buffer
+        self._shares_cache = kv_sharing_target_layer_name is not None
         self._writes_cache = (
             self._needs_cache
-            and kv_sharing_target_layer_name is None
+            and not self._shares_cache
             and not self.backend.forward_includes_kv_cache_update
         )
         self._page = (
@@ -261,7 +263,8 @@ class Attention(PagedLayer):
         )
 
     def _check_chunks(self, chunk_size: int) -> None:
-        check_count("attention_chunk_size", chunk_size, optional=True)
+        longest = torch.iinfo(torch.int32).max  # Of a request: lengths are int32.
+        check_count("attention_chunk_size", chunk_size, highest=longest)
         check_chunk_size(chunk_size, self.block_size)
         if self.attn_type is not AttentionType.DECODER:
             raise ConfigurationError(
@@ -436,7 +439,7 @@ class Attention(PagedLayer):
     ) -> None:
         """Whether tensors, cache and plan are of one step, by their shapes alone."""
         check_num_rows(self, query, attn_metadata)
-        if self._writes_cache and key is not None:
-            check_num_written(self, key, attn_metadata)
+        if key is not None and not self._shares_cache:
+            check_num_keys(self, key, attn_metadata)
         if self._needs_cache:
             check_cache(self, kv_cache, self._page)

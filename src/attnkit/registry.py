@@ -78,9 +78,11 @@ def resolve(name: str) -> type[AttentionBackend]:
         return hybrid(*map(resolve, parts))
     if ":" in name:
         return _load(name, name)
+    if name.endswith(".py"):
+        raise UnknownBackend(f"backend {name!r} names a file and no class in it; give {name}:Class")
     known = ", ".join(backend_names())
     raise UnknownBackend(
-        f"no backend is called {name!r}; use auto, {known}, path/to/file.py:Class, "
+        f"no backend is called {name!r}; there are {known}, path/to/file.py:Class, "
         "package.module:Class, or two of them with a comma: for prefills, for decodes"
     )
 
@@ -105,8 +107,10 @@ def _load(name: str, path: str) -> type[AttentionBackend]:
     except ModuleNotFoundError as missing:
         absent = missing.name or ""
         if not is_file and f"{where}.".startswith(f"{absent}."):
+            file = Path(f"{where.replace('.', '/')}.py")
+            instead = f"give ./{file}:{class_name}" if file.is_file() else "check the path"
             raise UnknownBackend(
-                f"backend {name!r}: there is no module {absent!r}; check the path"
+                f"backend {name!r}: there is no module {absent!r} that Python finds; {instead}"
             ) from missing
         package = absent.partition(".")[0]
         if package != absent and importlib.util.find_spec(package) is not None:

@@ -23,10 +23,16 @@ from attnkit.contract import (
     MLADimensions,
     get_kv_quant_mode,
 )
-from attnkit.errors import BackendUnavailable, ConfigurationError, UnsupportedConfiguration
+from attnkit.errors import (
+    BackendUnavailable,
+    ConfigurationError,
+    UnknownBackend,
+    UnsupportedConfiguration,
+)
 from attnkit.registry import backend_names, check_class, register, resolve
 
 ENV_BACKEND = "ATTNKIT_BACKEND"
+_FROM_ENV = f" (from {ENV_BACKEND})"
 
 __all__ = [
     "AttentionRequest",
@@ -258,7 +264,7 @@ def asked_for(
         return backend, check_class(name, backend).get_name()
     name, source = backend, ""
     if name == "auto" and environ.get(ENV_BACKEND, "") not in ("", "auto"):
-        name, source = environ[ENV_BACKEND], f" (from {ENV_BACKEND})"
+        name, source = environ[ENV_BACKEND], _FROM_ENV
     if "," in name:
         name = ",".join(part.strip() for part in name.split(","))
     return name, name + source
@@ -283,7 +289,7 @@ def find_named(
     if name == "auto":
         return None
     try:
-        cls = resolve(name) if isinstance(name, str) else name
+        cls = _found(name, asked) if isinstance(name, str) else name
     except BackendUnavailable as absent:
         raise _cannot_run(asked, str(absent)) from absent
     if here and (reason := cls.is_available()) is not None:
@@ -313,11 +319,11 @@ def decide(
     _check_request(request)
     decisions: list[Decision] = []
     table = MLA_BACKENDS if request.use_mla else BACKENDS
-    asked, _ = asked_for(backend, environ=environ)
+    asked, spoken = asked_for(backend, environ=environ)
     assert isinstance(asked, str)
     for name in table if asked == "auto" else (asked,):
         try:
-            cls = resolve(name)
+            cls = _found(name, spoken)
         except BackendUnavailable as absent:
             decisions.append(Decision(name=name, reasons=(str(absent),)))
             continue
@@ -387,7 +393,7 @@ def _by_name(
     if reasons:
         raise UnsupportedConfiguration(
             f"backend {asked} cannot serve this layer: {'; '.join(reasons)}. Change the layer, or "
-            "use backend='auto'",
+            f"{_instead(asked)}",
             reasons,
         )
     decision = Decision(
@@ -401,6 +407,19 @@ def _by_name(
 
 def _cannot_run(asked: str, absent: str) -> BackendUnavailable:
     return BackendUnavailable(
-        f"backend {asked} cannot run on this machine: {absent}; install or provide that, or use "
-        "backend='auto'"
+        f"backend {asked} cannot run on this machine: {absent}; install or provide that, or "
+        f"{_instead(asked)}"
     )
+
+
+def _found(name: str, asked: str) -> type[AttentionBackend]:
+    """`resolve`, where "auto" would have been an answer too."""
+    try:
+        return resolve(name)
+    except UnknownBackend as unknown:
+        raise UnknownBackend(f"{unknown}. Or {_instead(asked)}") from unknown
+
+
+def _instead(asked: str) -> str:
+    """What else a user can do who asked for a backend by name."""
+    return f"unset {ENV_BACKEND}" if asked.endswith(_FROM_ENV) else "use backend='auto'"

@@ -88,6 +88,24 @@ def check_num_rows(layer: Called, query: torch.Tensor, plan: Any) -> None:
         )
 
 
+def check_num_keys(layer: Called, key: torch.Tensor, plan: Any) -> None:
+    """Whether there is a key for each token that the layer writes or, without a cache, attends to.
+
+    Raises:
+        BatchError: there is not.
+    """
+    if layer.attn_type in _PAGED:
+        if hasattr(plan, "slot_mapping"):  # A plan of another make may not have it.
+            check_num_written(layer, key, plan)
+        return
+    num_planned = getattr(plan, "num_actual_tokens", 0)
+    if key.shape[0] < num_planned:
+        raise BatchError(
+            f"layer {layer.layer_name} got {key.shape[0]} keys for a plan of {num_planned} tokens; "
+            "pass the tensors of the batch that was planned"
+        )
+
+
 def check_num_written(layer: Called, key: torch.Tensor, plan: Any) -> None:
     """Whether there is a key for each slot of the plan.
 
@@ -105,7 +123,8 @@ def check_num_written(layer: Called, key: torch.Tensor, plan: Any) -> None:
 def check_cache(
     layer: Called, kv_cache: torch.Tensor | None, page: tuple[int, int, int, torch.dtype] | None
 ) -> None:
-    """Whether a cache is there and its blocks look like `page`.
+    """Whether a cache is there, on the layer's device, and its blocks look like `page`, with the numbers
+    of a token side by side.
 
     Raises:
         BatchError: they do not.
@@ -114,12 +133,22 @@ def check_cache(
         raise BatchError(
             f"layer {layer.layer_name} got a plan but no cache; pass cache[{layer.cache_name!r}]"
         )
+    if not _is_at_home(kv_cache, layer.device):
+        raise BatchError(
+            f"layer {layer.layer_name} got a cache on {kv_cache.device}, and was built for "
+            f"{layer.device}; make both on one device"
+        )
     if page is not None and (*kv_cache.shape[1:], kv_cache.dtype) != page:
         *shape, dtype = page
         raise BatchError(
             f"layer {layer.layer_name} got a cache of shape {tuple(kv_cache.shape)} and "
             f"{kv_cache.dtype}; its blocks are {tuple(shape)} of {dtype} (KV heads, block_size, "
             f"sizes of K and V together)"
+        )
+    if page is not None and kv_cache.stride(-1) != 1 and kv_cache.shape[-1] > 1:
+        raise BatchError(
+            f"layer {layer.layer_name} got a cache whose last dimension has stride "
+            f"{kv_cache.stride(-1)}; give one where it is 1, the others may have any"
         )
 
 
@@ -173,9 +202,14 @@ def as_heads(layer: Called, name: str, x: torch.Tensor, heads: int, size: int) -
             f"{name} of layer {layer.layer_name} has shape {tuple(x.shape)}; give "
             f"(num_tokens, {heads}, {size}) or (num_tokens, {heads * size})"
         )
-    if x.dtype != layer.dtype or x.device.type != layer.device.type:
+    if x.dtype != layer.dtype or not _is_at_home(x, layer.device):
         raise BatchError(
             f"{name} of layer {layer.layer_name} is {x.dtype} on {x.device}, the layer was built "
             f"for {layer.dtype} on {layer.device}"
         )
     return x
+
+
+def _is_at_home(x: torch.Tensor, device: torch.device) -> bool:
+    """Whether `x` is on a layer's device; "cuda" without a number is any of them."""
+    return x.device == device or (device.index is None and x.device.type == device.type)

@@ -11,9 +11,10 @@ import torch
 
 from attnkit.backends import BACKENDS
 from attnkit.backends.triton.interpreter import is_interpreting
+from attnkit.conformance.kit import Check, claimed_checks
 from attnkit.conformance.plugin import run_check
 from attnkit.conformance.subject import Subject
-from attnkit.conformance.verify import Check, claimed_checks, verify
+from attnkit.conformance.verify import verify
 from attnkit.contract import DeviceCapability
 from attnkit.errors import BackendUnavailable
 from attnkit.selection import resolve

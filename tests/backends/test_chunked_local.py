@@ -76,6 +76,14 @@ def test_a_virtual_request_has_the_pages_of_its_chunk() -> None:
     assert not virtual.is_prefilling[~there].any()
 
 
+def test_a_chunk_longer_than_the_block_table_takes_its_pages_alone() -> None:
+    batch = batch_of([8, 1], [12, 5], 2)
+    virtual = virtual_batch(batch, 2**30, 2)
+    assert virtual.block_table_tensor.shape[1] == batch.block_table_tensor.shape[1]
+    there = virtual.query_start_loc.diff() > 0
+    assert torch.equal(virtual.block_table_tensor[there], batch.block_table_tensor)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     lens=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=6),
@@ -137,6 +145,10 @@ def test_what_chunks_cannot_do_is_refused() -> None:
     ("arguments", "named"),
     [
         ({"attention_chunk_size": 0}, "attention_chunk_size 0 is not allowed"),
+        (
+            {"attention_chunk_size": 2**40},
+            "attention_chunk_size 1099511627776 is not allowed; .* 1 to 2147483647",
+        ),
         ({"attention_chunk_size": 24}, "24 is no multiple of block_size 16"),
         ({"sliding_window": 4}, "attention_chunk_size and sliding_window exclude"),
         ({"use_mm_prefix": True}, "attention_chunk_size and use_mm_prefix exclude"),

@@ -10,8 +10,9 @@ from test_backends import device_of
 
 from attnkit.backends import MLA_BACKENDS
 from attnkit.backends.triton.interpreter import is_interpreting
+from attnkit.conformance.kit import Check, claimed_checks, subject_of
 from attnkit.conformance.plugin import run_check
-from attnkit.conformance.verify import Check, claimed_checks, subject_of, verify
+from attnkit.conformance.verify import verify
 from attnkit.errors import BackendUnavailable
 
 INTERPRETED_SHARE = 8

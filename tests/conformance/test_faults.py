@@ -10,9 +10,9 @@ import pytest
 from attnkit.conformance.faults import FAULTS, Fault
 from attnkit.conformance.faults.captured import CAPTURED_FAULTS, CapturedTwinBackend
 from attnkit.conformance.faults.coded import CODED_FAULTS, CodedTwinBackend
+from attnkit.conformance.kit import Check, all_checks
 from attnkit.conformance.subject import LawBroken, Subject
 from attnkit.conformance.twin import TwinBackend
-from attnkit.conformance.verify import Check, all_checks
 
 
 @functools.cache

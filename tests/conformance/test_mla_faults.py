@@ -8,9 +8,9 @@ import functools
 import pytest
 
 from attnkit.conformance.faults.fault import Fault
+from attnkit.conformance.kit import Check, all_checks, cases_of, outcome_of, subject_of
 from attnkit.conformance.mla.faults import MLA_FAULTS
 from attnkit.conformance.mla.twin import SparseTwinMLABackend, TwinMLABackend
-from attnkit.conformance.verify import Check, all_checks, cases_of, outcome_of, subject_of
 from attnkit.contract import AttentionBackend
 
 

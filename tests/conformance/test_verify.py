@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, ClassVar
 
 import pytest
@@ -10,12 +11,17 @@ import torch
 
 from attnkit.conformance import verify
 from attnkit.conformance.claims import all_claims
+from attnkit.conformance.kit import all_checks, outcome_of
 from attnkit.conformance.laws import LAWS
 from attnkit.conformance.subject import Subject
 from attnkit.conformance.twin import TwinBackend, TwinImpl
-from attnkit.conformance.verify import all_checks, outcome_of
 from attnkit.contract import KVCacheLayout, KVCacheSpec, MultipleOf
-from attnkit.errors import BackendUnavailable, ConfigurationError, UnknownBackend
+from attnkit.errors import (
+    BackendUnavailable,
+    ConfigurationError,
+    UnknownBackend,
+    UnsupportedConfiguration,
+)
 from attnkit.matrix import FLAGS
 
 
@@ -78,6 +84,47 @@ def test_a_crash_is_a_failure_with_its_place() -> None:
     (failure,) = report.failed
     assert "ZeroDivisionError: on purpose" in failure.message
     assert "test_verify.py" in failure.message
+
+
+class Misspelt(TwinBackend):
+    supports_batch_invarience = classmethod(lambda cls: True)  # As its author wrote it.
+
+
+class MisspeltImpl(TwinImpl):
+    can_return_lse_for_decodes = True
+    tile_size = 64  # A name of one's own.
+
+
+class MisspeltInside(TwinBackend):
+    @staticmethod
+    def get_impl_cls() -> type[TwinImpl]:
+        return MisspeltImpl
+
+
+@pytest.mark.parametrize(
+    ("backend", "named"),
+    [
+        (Misspelt, "Misspelt has supports_batch_invarience, .* calls it supports_batch_invariance"),
+        (
+            MisspeltInside,
+            "MisspeltImpl has can_return_lse_for_decodes, .* can_return_lse_for_decode",
+        ),
+    ],
+)
+def test_a_name_that_nobody_asks_for_is_a_failure(backend: Any, named: str) -> None:
+    report = verify(backend, filter="claim:names")
+    (outcome,) = report.failed
+    assert re.search(named, outcome.message)
+    assert verify(TwinBackend, filter="claim:names").ok
+
+
+class TakesNoDtype(TwinBackend):
+    supported_dtypes: ClassVar[list[Any]] = ["float32"]
+
+
+def test_a_backend_without_dtypes_cannot_be_judged() -> None:
+    with pytest.raises(UnsupportedConfiguration, match="supported_dtypes says float32"):
+        verify(TakesNoDtype)
 
 
 class RefusesAll(TwinBackend):

@@ -47,6 +47,9 @@ def test_types_are_taken_as_strings(kind: AttentionType) -> None:
     [
         ({"scale": math.nan}, "scale nan"),
         ({"sliding_window": 0}, "sliding_window 0"),
+        ({"scale": 1e39}, "scale 1e.39 is not allowed; give a number that float32 holds"),
+        ({"logits_soft_cap": 1e39}, "logits_soft_cap 1e.39 .* float32"),
+        ({"logits_soft_cap": 1e-46}, "logits_soft_cap 1e-46 .* float32"),
         ({"logits_soft_cap": -1}, "logits_soft_cap -1"),
         ({"logits_soft_cap": math.inf}, "logits_soft_cap inf"),
         ({"logits_soft_cap": math.nan}, "logits_soft_cap nan"),
@@ -116,3 +119,7 @@ def test_devices_we_do_not_run_on_are_refused(device: str, named: str) -> None:
 def test_a_gpu_that_is_not_here_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="sees no CUDA device"):
         DeviceCapability.of("cuda:0")
+
+
+def test_a_window_beyond_all_requests_is_as_wide_as_the_longest_can_be() -> None:
+    assert _variant(sliding_window=2**70).sliding_window == 2**31 - 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnkit.backends.cpu import pages
-from attnkit.backends.cpu.pages import give_back_freed, use_huge_pages
+from attnkit.backends.cpu.pages import give_back_freed, use_huge_pages, use_huge_pages_later
 
 HUGE = 2 << 20
 SMAPS = Path("/proc/self/smaps")
@@ -61,6 +61,19 @@ def test_memory_moves_to_huge_pages_with_what_it_holds(memory: mmap.mmap) -> Non
         pytest.skip("the system had no huge page left to give")
     assert huge_bytes(address) >= 2 * HUGE
     assert bytes(memory) == before
+
+
+def test_later_means_in_a_thread_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[tuple[int, int]]] = []
+    monkeypatch.setattr(pages, "use_huge_pages", calls.append)
+    pieces = [(HUGE, HUGE)]
+    timer = use_huge_pages_later(iter(pieces))
+    assert timer.daemon
+    assert not calls
+    timer.cancel()
+    monkeypatch.setattr(pages, "_LATER_S", 0.0)
+    use_huge_pages_later(iter(pieces)).join(timeout=10)
+    assert calls == [pieces]
 
 
 def test_advice_covers_whole_pages_once_and_leaves_small_pieces(

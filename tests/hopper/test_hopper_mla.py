@@ -8,9 +8,9 @@ import torch
 from attnkit.backends.hopper.mla import HopperMLABackend
 from attnkit.backends.hopper.mla_plan import LatentPlanner
 from attnkit.conformance.checks import check_case
+from attnkit.conformance.kit import claimed_checks, outcome_of
 from attnkit.conformance.mla.subject import MLASubject
 from attnkit.conformance.subject import LawBroken
-from attnkit.conformance.verify import claimed_checks, outcome_of
 from attnkit.contract import DeviceCapability, MLADimensions
 from attnkit.errors import CacheError
 from attnkit.selection import AttentionRequest, reasons_against

@@ -16,10 +16,10 @@ from attnkit.backends.hopper.mla import HopperMLABackend
 from attnkit.backends.hopper.mla_sparse import HopperMLASparseBackend
 from attnkit.backends.hopper.mla_sparse_plan import Lists
 from attnkit.conformance.checks import check_case, run_and_judge
+from attnkit.conformance.kit import claimed_checks, outcome_of
 from attnkit.conformance.mla.laws import lists_may_name_anything
 from attnkit.conformance.mla.subject import MLASubject
 from attnkit.conformance.subject import LawBroken, Subject
-from attnkit.conformance.verify import claimed_checks, outcome_of
 from attnkit.contract import DeviceCapability, MLADimensions
 from attnkit.errors import CacheError
 from attnkit.mla.hisparse import HiSparseCache

@@ -13,16 +13,16 @@ host    Wall clock of the host around a call, the device idle before it.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from attnkit.garbage import collection_paused
 
 Call = Callable[[], Any]
 
@@ -85,7 +85,7 @@ def time_host(calls: Mapping[str, Sequence[Call]], effort: Effort) -> dict[str, 
             all contenders together, so the next call always meets the set used longest ago.
         effort: how long.
     """
-    with _quiet():
+    with collection_paused():
         lengths = [_once(sets[i]) for sets in calls.values() for i in (0, -1)]
         samples: dict[str, list[float]] = {name: [] for name in calls}
         turn = 0
@@ -106,7 +106,7 @@ def time_host_idle_device(
             torch.cuda.synchronize(device)
 
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    with _quiet():
+    with collection_paused():
         for call in calls.values():
             call()
         for _ in range(effort.max_rounds):
@@ -136,7 +136,7 @@ def time_cold(calls: Mapping[str, Call], effort: Effort, device: torch.device) -
                 break  # The host was done before the device began: its time is not in this sample.
         return start, end
 
-    with _quiet():
+    with collection_paused():
         lengths = []
         for name, call in calls.items():
             start, end = sample(call, host[name].median_us)
@@ -191,7 +191,7 @@ def time_graphs(
 ) -> dict[str, Timing]:
     """Device time of captured calls, contenders in turns."""
     samples: dict[str, list[float]] = {name: [] for name in graphs}
-    with _quiet():
+    with collection_paused():
         for _ in range(effort.rounds(2000.0)):
             pairs = []
             # Without work before it, the first contender's time had the host's launch in it: 30 us.
@@ -234,15 +234,3 @@ def _once(call: Call) -> float:
     start = time.perf_counter_ns()
     call()
     return (time.perf_counter_ns() - start) / 1e3
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No garbage collection inside."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -20,9 +20,10 @@ in a test module gives one test per check.
 from attnkit.conformance.case import Basis, Case
 from attnkit.conformance.cases import all_cases
 from attnkit.conformance.checks import Margin, check_case
+from attnkit.conformance.kit import Check, Outcome, all_checks
 from attnkit.conformance.plugin import suite
 from attnkit.conformance.subject import LawBroken, NotClaimed, Subject
-from attnkit.conformance.verify import Check, Outcome, Report, all_checks, verify
+from attnkit.conformance.verify import Report, verify
 
 __all__ = [
     "Basis",

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnkit.conformance.kit import Check, claimed_checks, subject_of
 from attnkit.conformance.subject import NotClaimed
-from attnkit.conformance.verify import Check, claimed_checks, subject_of
 from attnkit.contract import AttentionBackend
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from attnkit.conformance.verify import Check, Outcome, all_checks, outcome_of, subject_of
+from attnkit.conformance.kit import Check, Outcome, all_checks, outcome_of, subject_of
 
 
 def judge(

@@ -113,12 +113,14 @@ class Subject:
         """The plain layer this backend takes: what cases are when they are about something else.
 
         Raises:
-            NotClaimed: it takes none of the kit's dtypes.
+            UnsupportedConfiguration: it takes none of the kit's dtypes.
         """
         backend = self.backend
         dtypes = tuple(name for name, dtype in DTYPES.items() if backend.supports_dtype(dtype))
         if not dtypes:
-            raise NotClaimed(f"{self.name} takes none of {', '.join(DTYPES)}")
+            given = ", ".join(map(str, backend.supported_dtypes)) or "nothing"
+            reason = f"{self.name} takes none of {', '.join(map(str, DTYPES.values()))}"
+            raise UnsupportedConfiguration(f"{reason}; supported_dtypes says {given}", (reason,))
         sizes = [s for s in (32, 64, 128, *range(8, 513, 8)) if backend.supports_head_size(s)]
         blocks = [b for b in (16, 32, 64, 128, 256) if self.reads_pages_of(b)]
         layouts = backend.supported_kv_cache_layouts()

@@ -69,19 +69,23 @@ class AttentionBackend(ABC):
     @abstractmethod
     def get_name() -> str:
         """The name users choose the backend by. Wrappers keep the name of what they wrap."""
-        raise NotImplementedError
+        raise NotImplementedError("get_name is not defined; a backend returns its name there")
 
     @staticmethod
     @abstractmethod
     def get_impl_cls() -> type[AttentionImplBase]:
         """The impl class. A backend that only makes metadata (an SSM's) raises NotImplementedError."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            "get_impl_cls is not defined; a backend returns its AttentionImpl there"
+        )
 
     @staticmethod
     @abstractmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
         """The builder class; also asked class-level questions before one is made."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            "get_builder_cls is not defined; a backend returns its AttentionMetadataBuilder there"
+        )
 
     @classmethod
     def full_cls_name(cls) -> tuple[str, str]:

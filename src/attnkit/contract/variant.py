@@ -19,6 +19,10 @@ from attnkit.arguments import check_count, check_flags, check_kind, check_number
 from attnkit.contract.types import AttentionType
 from attnkit.errors import ConfigurationError
 
+_FLOAT32 = torch.finfo(torch.float32)
+_LONGEST = torch.iinfo(torch.int32).max
+"""Tokens, since lengths are int32: a wider window hides nothing more."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class AttentionVariant:
@@ -27,7 +31,8 @@ class AttentionVariant:
     Attributes:
         scale: factor on q.k.
         sliding_window: a query sees itself and the `sliding_window - 1` keys before it; in encoder
-            types and non-causal batches, keys at a distance below it on both sides. None: no window.
+            types and non-causal batches, keys at a distance below it on both sides. At most the longest
+            request there can be. None: no window.
         logits_soft_cap: c in c * tanh(score / c). None: no cap.
         alibi_slopes: float32 (num_heads,): slope * (k_pos - q_pos) is added to the score.
         use_alibi_sqrt: add -slope * sqrt(q_pos - k_pos) for keys at or before the query instead.
@@ -70,9 +75,15 @@ class AttentionVariant:
         check_number("scale", scale)
         check_count("sliding_window", sliding_window, optional=True)
         check_number("logits_soft_cap", logits_soft_cap, optional=True)
-        if logits_soft_cap is not None and logits_soft_cap < 0:
+        # Kernels compute in float32: what is infinite or nothing there gives NaN without a word.
+        if abs(scale) > _FLOAT32.max:
             raise ConfigurationError(
-                f"logits_soft_cap {logits_soft_cap} is not allowed; give a finite number > 0, or None"
+                f"scale {scale} is not allowed; give a number that float32 holds"
+            )
+        if logits_soft_cap and not _FLOAT32.tiny <= logits_soft_cap <= _FLOAT32.max:
+            raise ConfigurationError(
+                f"logits_soft_cap {logits_soft_cap} is not allowed; give a number > 0 that float32 "
+                f"holds ({_FLOAT32.tiny:.3g} to {_FLOAT32.max:.3g}), or None"
             )
         check_flags({"use_alibi_sqrt": use_alibi_sqrt})
         check_kind("sinks", sinks, torch.Tensor, "a float tensor (num_heads,)", optional=True)
@@ -89,7 +100,7 @@ class AttentionVariant:
             ) from None
         return cls(
             scale=float(scale),
-            sliding_window=sliding_window,
+            sliding_window=None if sliding_window is None else min(sliding_window, _LONGEST),
             logits_soft_cap=float(logits_soft_cap) if logits_soft_cap else None,
             alibi_slopes=_per_head("alibi_slopes", alibi_slopes, num_heads, device, lowest=False),
             use_alibi_sqrt=use_alibi_sqrt,
@@ -138,5 +149,8 @@ def _per_head(
     allowed = torch.isfinite(tensor) | (torch.isneginf(tensor) if lowest else False)
     if not bool(allowed.all()):
         bad = tensor[~allowed][0].item()
-        raise ConfigurationError(f"{name} contains {bad}; give finite numbers")
+        raise ConfigurationError(
+            f"{name} contains {bad}; give finite numbers that float32 holds"
+            + (", or -inf for a sink that adds nothing" if lowest else "")
+        )
     return tensor

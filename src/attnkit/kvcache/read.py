@@ -48,3 +48,36 @@ def check_block_ids(blocks: torch.Tensor, num_blocks: int) -> None:
             f"block id {lowest if lowest < 0 else highest} is outside the cache of {num_blocks} blocks; "
             f"give ids from 0 to {num_blocks - 1}"
         )
+
+
+def check_pages(
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    kv_lens: torch.Tensor,
+    num_blocks: int,
+    block_size: int,
+) -> None:
+    """Whether the rows of all requests that have queries name blocks as far as their keys go; on a CPU,
+    where kernels that are interpreted would read past the cache.
+
+    Args:
+        block_table: int (num_reqs, W).
+        query_start_loc: int (num_reqs + 1,).
+        kv_lens: int (num_reqs,).
+        num_blocks: of the cache.
+        block_size: tokens in one.
+
+    Raises:
+        BatchError: one does not.
+    """
+    if block_table.device.type != "cpu":
+        return
+    needed = torch.div(kv_lens + (block_size - 1), block_size, rounding_mode="floor")
+    needed = needed * (query_start_loc.diff() > 0)
+    width = block_table.shape[1]
+    if needed.numel() and int(needed.max()) > width:
+        raise BatchError(
+            f"a request needs {int(needed.max())} blocks of {block_size}, and the block table is "
+            f"{width} wide; give all of them"
+        )
+    check_block_ids(block_table[torch.arange(width) < needed[:, None]], num_blocks)

@@ -18,6 +18,7 @@ import torch
 from attnkit.arguments import check_count, check_flags
 from attnkit.contract import AttentionBackend
 from attnkit.errors import ConfigurationError, ModelError, RequestError
+from attnkit.garbage import collection_paused
 from attnkit.runner.arguments import check_backend
 from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.encoder import EncoderModel
@@ -41,6 +42,7 @@ class Embedder:
         dimension: of a vector.
     """
 
+    @collection_paused()
     def __init__(
         self,
         model: str | os.PathLike[str],

@@ -26,7 +26,7 @@ from torch import nn
 
 from attnkit.backends.cpu.native import native_kernels
 from attnkit.backends.cpu.operands import NativeLinear
-from attnkit.backends.cpu.pages import give_back_freed, use_huge_pages
+from attnkit.backends.cpu.pages import give_back_freed, use_huge_pages_later
 
 _HINT_ROWS = 16
 """Rows the packing is chosen for: decode steps, where a weight is read for few rows."""
@@ -135,7 +135,7 @@ def pack_linears(model: nn.Module) -> int:
         return layer
 
     num_replaced = replace_linears(model, pack)
-    use_huge_pages(pieces)
+    use_huge_pages_later(pieces)
     return num_replaced
 
 

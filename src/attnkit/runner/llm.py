@@ -17,6 +17,7 @@ import torch
 from attnkit.arguments import check_attribute
 from attnkit.contract import AttentionBackend
 from attnkit.errors import CacheError, ConfigurationError, ModelError, RequestError
+from attnkit.garbage import collection_paused
 from attnkit.indexer import check_index_format
 from attnkit.kvcache.transfer import KVConnector
 from attnkit.runner.arguments import check_backend, check_counts, check_modes, check_two_sided
@@ -64,6 +65,7 @@ class LLM:
         engine: what runs it.
     """
 
+    @collection_paused()
     def __init__(
         self,
         model: str | os.PathLike[str] | None = None,
@@ -162,6 +164,13 @@ class LLM:
         max_model_len_of(load_config(checkpoint), max_model_len)
         self.name = checkpoint.name
         self.model_path: Path = checkpoint.path
+        # Before the weights, which take the memory again that making it freed.
+        self._tokenizer: Any = None
+        self._tokenizer_error: ModelError | None = None
+        try:
+            self._tokenizer = load_tokenizer(checkpoint)
+        except ModelError as error:  # token ids can still be generated from
+            self._tokenizer_error = error
         loaded, self.dtype = load_model(checkpoint, dtype, where)
         start = decoder_start(loaded)
         if start is not None:
@@ -192,12 +201,6 @@ class LLM:
         recorder, self._graphs_line = choose_recorder(packed, cuda_graphs)
         if compile:
             packed.compile()
-        self._tokenizer: Any = None
-        self._tokenizer_error: ModelError | None = None
-        try:
-            self._tokenizer = load_tokenizer(checkpoint)
-        except ModelError as error:  # token ids can still be generated from
-            self._tokenizer_error = error
         self.engine = Engine(
             packed,
             num_blocks=choose_num_blocks(packed, num_blocks, kv_cache_bytes, seqs, tokens),

@@ -182,7 +182,7 @@ def merge_call(
             "BLOCK_ROWS": 512 // config.value_size,
             "BLOCK_SPLITS": 8,
         },
-        # With a cold cache a launch after the end of the prefill kernel takes 7 us more.
+        # A launch after the end of the prefill kernel takes 1 us more.
         options={"num_warps": 4, "launch_pdl": True},
         device=output.device,
     )

@@ -15,7 +15,7 @@ import triton
 
 from attnkit.backends.hopper.config import DecodeConfig, LatentConfig, PrefillConfig
 from attnkit.backends.hopper.plan_kernels import fill_row_tiles_kernel, share_decodes_kernel
-from attnkit.backends.hopper.tuning import LATENT_SPARE, min_decode_tiles
+from attnkit.backends.hopper.tuning import SPARE, min_decode_tiles
 from attnkit.backends.kernel_call import KernelCall
 
 
@@ -118,7 +118,7 @@ def share_decodes_call(
             "TOKENS": config.tile_rows // config.pack,
             "BLOCK_N": config.plan_block_n if is_latent else config.block_n,
             "LEAST": 1 if is_latent else min_decode_tiles(config),
-            "SPARE": LATENT_SPARE if is_latent else 0,
+            "SPARE": SPARE if is_latent or config.tile_rows == 64 else 0,
             "GROUPS": num_kv_heads if is_latent else math.gcd(num_kv_heads, num_programs),
             "BLOCK_REQS": 256,
             "BLOCK_PIECES": 32,

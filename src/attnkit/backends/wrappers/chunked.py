@@ -130,9 +130,11 @@ def virtual_batch(
         host = _cut(batch.query_start_loc_cpu, host_lens, num_reqs, num_rows, chunk_size)
     request, chunk, query_start_loc, seq_lens = here
 
+    width = batch.block_table_tensor.shape[1]
     pages = chunk_size // block_size
-    columns = chunk[:, None] * pages + torch.arange(pages, device=chunk.device)
-    last_column = max(0, batch.block_table_tensor.shape[1] - 1)
+    # A chunk longer than the table has no more pages than the table.
+    within = torch.arange(min(pages, max(1, width)), device=chunk.device)
+    columns, last_column = chunk[:, None] * pages + within, max(0, width - 1)
     table = batch.block_table_tensor[request[:, None], columns.clamp(0, last_column)]
     causal = batch.causal
     prefilling = batch.is_prefilling

@@ -51,14 +51,15 @@ class MLASubject(Subject):
         """The plain layer this backend takes.
 
         Raises:
-            NotClaimed: it takes none of the kit's dtypes or sizes.
+            UnsupportedConfiguration: it takes none of the kit's dtypes or sizes.
         """
         backend = self.backend
         dtypes = tuple(name for name, dtype in DTYPES.items() if backend.supports_dtype(dtype))
         formats = tuple(n for n in LATENT_FORMATS if backend.supports_kv_cache_dtype(n))
         takes = [d for d in (_SMALL, _TILED, *SIZES) if self.takes(d, "auto")]
         if not dtypes or not takes:
-            raise NotClaimed(f"{self.name} takes none of the kit's dtypes and sizes")
+            reason = f"{self.name} takes none of the kit's dtypes and sizes"
+            raise UnsupportedConfiguration(f"{reason}; say which it does", (reason,))
         tiled = [d for d in takes if all(self.takes(d, name) for name in formats)]
         blocks = [b for b in (16, 32, 64, 128, 256) if self.reads_pages_of(b)]
         layouts = backend.supported_kv_cache_layouts()

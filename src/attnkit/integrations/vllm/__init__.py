@@ -28,6 +28,8 @@ import re
 import warnings
 from typing import Any
 
+from attnkit.contract import AttentionBackend
+from attnkit.errors import UnknownBackend
 from attnkit.selection import resolve
 
 OLDEST, NEWEST = (0, 31), (0, 33)
@@ -61,8 +63,23 @@ def register() -> None:
         register_backend(names.CPU_MLA, _LATENTS)
         register_backend(names.AMX_MLA, _LATENTS)
     else:
-        latents = bool(wanted) and resolve(wanted).is_mla()  # Unasked, nothing of ours is imported.
+        latents = (
+            bool(wanted) and wanted_backend(wanted).is_mla()
+        )  # Unasked, nothing of ours is imported.
         register_backend(names.CUSTOM, _LATENTS if latents else _DENSE)
+
+
+def wanted_backend(name: str) -> type[AttentionBackend]:
+    """The class that ATTNKIT_VLLM names.
+
+    Raises:
+        UnknownBackend: nothing has this name.
+        BackendUnavailable: a library it needs is not installed.
+    """
+    try:
+        return resolve(name)
+    except UnknownBackend as unknown:
+        raise UnknownBackend(f"{ENV_VLLM}={name} is not allowed: {unknown}") from unknown
 
 
 def check_version(version: str) -> None:

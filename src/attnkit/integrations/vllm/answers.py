@@ -16,11 +16,13 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from attnkit.contract import AttentionBackend, DeviceCapability, MultipleOf
 from attnkit.errors import UnsupportedConfiguration
-from attnkit.integrations.vllm import ENV_VLLM
-from attnkit.selection import AttentionRequest, reasons_against, resolve
+from attnkit.integrations.vllm import ENV_VLLM, wanted_backend
+from attnkit.selection import AttentionRequest, reasons_against
 
 ON_CPU = current_platform.is_cpu()
-OURS: type[AttentionBackend] = resolve(os.environ.get(ENV_VLLM) or ("cpu" if ON_CPU else "triton"))
+OURS: type[AttentionBackend] = wanted_backend(
+    os.environ.get(ENV_VLLM) or ("cpu" if ON_CPU else "triton")
+)
 """What runs: one backend a process, since vLLM asks classes."""
 
 _ASKED = (
