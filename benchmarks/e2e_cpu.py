@@ -85,10 +85,7 @@ def main() -> None:
     for other in others:
         other.close()
     record = Record(
-        machine=machine.describe(torch.device("cpu")),
-        source=machine.source(),
-        command=machine.command(),
-        started=started,
+        **machine.origin(torch.device("cpu"), started),
         ceilings=None,
         workloads={workload.name: asdict(workload)},
         rows=tuple(rows),

@@ -341,10 +341,7 @@ def main() -> None:
         details.update(found)
     steps.sort(key=lambda row: row.workload)
     record = Record(
-        machine=machine.describe(device),
-        source=machine.source(options.commit),
-        command=machine.command(),
-        started=started,
+        **machine.origin(device, started, options.commit),
         ceilings=None,
         workloads=details,
         rows=(*rows, *with_ratios(steps)),

@@ -126,10 +126,7 @@ def main() -> None:
         )
     if options.json is not None:
         record = Record(
-            machine=machine.describe(torch.device("cpu")),
-            source=machine.source(),
-            command=machine.command(),
-            started=started,
+            **machine.origin(torch.device("cpu"), started),
             ceilings=None,
             workloads={workload: {"num_texts": options.texts, "num_tokens": num_tokens}},
             rows=tuple(rows),

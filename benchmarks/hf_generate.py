@@ -79,10 +79,7 @@ def main() -> None:
             workloads[row.workload] = {**shape, "dtype": options.dtype}
         rows += made
     record = Record(
-        machine=machine.describe(model.device),
-        source=machine.source(),
-        command=machine.command(),
-        started=started,
+        **machine.origin(model.device, started),
         ceilings=None,
         workloads=workloads,
         rows=tuple(rows),

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import multiprocessing
 import random
@@ -24,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from attnkit.backends.hopper.plan import Geometry, HopperMetadataBuilder, Plan, 
 from attnkit.backends.kernel_call import KernelCall
 from attnkit.backends.stored import Stored
 from attnkit.bench import timing
+from attnkit.bench.record import write
 from attnkit.contract import (
     AttentionVariant,
     CommonAttentionMetadata,
@@ -1035,7 +1036,7 @@ def main() -> None:
         "what", nargs="+", choices=["check", "stress", "time", "prefill", "decode", "host"]
     )
     parser.add_argument("--jobs", type=int, default=14)
-    parser.add_argument("--json", default="hopper-check.json")
+    parser.add_argument("--json", type=Path, default=Path("hopper-check.json"))
     parser.add_argument("--peers", help="folder of peers.py")
     options = parser.parse_args()
     import triton
@@ -1065,8 +1066,7 @@ def main() -> None:
             time_host(clock)
     finally:
         record["rows"] = clock.rows
-        with open(options.json, "w") as file:
-            json.dump(record, file, indent=1)
+        write(record, options.json)
     if clock.rows:
         table(clock.rows)
     failed = [r["name"] for r in record.get("checks", []) if not r["ok"]]

@@ -12,11 +12,11 @@ cold L2 and as a replayed graph. Work is planned once a step for all layers, so 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +29,7 @@ from attnkit.backends.hopper.config import LatentConfig
 from attnkit.backends.hopper.mla_prefill import HopperMLAPrefill
 from attnkit.backends.hopper.tuning import latent_config
 from attnkit.backends.triton.mla_prefill import TritonMLAPrefill
+from attnkit.bench.record import write
 from attnkit.contract import MLADimensions
 from attnkit.indexer import LightningIndexer
 from attnkit.mla.plan import DecodePart, PrefillPart
@@ -659,7 +660,7 @@ def cases(peers: Any) -> Iterator[tuple[str, Callable[[Clock, dict[str, float]],
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", required=True)
+    parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--peers", help="folder of peers.py")
     parser.add_argument("--commit", default="")
     parser.add_argument("--only", default="", help="shapes whose name contains this")
@@ -688,8 +689,7 @@ def main() -> None:
             "errors": errors,
             "rows": clock.rows,
         }
-        with open(options.json, "w") as file:
-            json.dump(record, file, indent=1)
+        write(record, options.json)
     own_names = ("hopper_mla", "hopper_mla_sparse", "hopper prefill")
     # Of chosen keys the sparse one: it comes behind the dense one.
     mine = {r["case"] + str(r.get("graph")): r for r in clock.rows if r["who"] in own_names}

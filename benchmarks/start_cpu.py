@@ -74,16 +74,15 @@ def main() -> None:
     if options.json is not None:
         import torch
 
+        from attnkit.bench.record import write
+
         record = {
-            "machine": machine.describe(torch.device("cpu")),
-            "source": machine.source(),
-            "command": machine.command(),
-            "started": started,
+            **machine.origin(torch.device("cpu"), started),
             "prompts": NUM_PROMPTS,
             "tokens": NUM_TOKENS,
             "rows": rows,
         }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        write(record, options.json)
 
 
 def _store(model: str | None, folder: str) -> None:

@@ -10,14 +10,15 @@ failure; the JSON is the record: device, versions, commit, every check.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 import triton
 
+from attnkit.bench.record import write
 from attnkit.conformance import verify
 
 
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument("backend")
     parser.add_argument("--jobs", type=int, default=16)
     parser.add_argument("--filter", help="only checks whose name contains this")
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", default="")
     args = parser.parse_args()
     report = verify(args.backend, device="cuda", filter=args.filter, jobs=args.jobs)
@@ -48,8 +49,7 @@ def main() -> None:
             "refused": sorted(o.name for o in report.refused),
             "checks": sorted(o.name for o in report.passed),
         }
-        with open(args.json, "w") as file:
-            json.dump(record, file, indent=1)
+        write(record, args.json)
     sys.exit(0 if report.ok else 1)
 
 

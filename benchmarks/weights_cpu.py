@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import statistics
 import time
@@ -22,7 +21,7 @@ import torch
 from attnkit import LLM, SamplingParams
 from attnkit.bench import machine
 from attnkit.bench.e2e import TextWorkload, encode_prompts
-from attnkit.bench.record import now
+from attnkit.bench.record import now, write
 from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.linear import pack_linears
 from attnkit.runner.loading import load_model, load_tokenizer
@@ -64,10 +63,7 @@ def main() -> None:
         print(row)
     if options.json is not None:
         record = {
-            "machine": machine.describe(torch.device("cpu")),
-            "source": machine.source(),
-            "command": machine.command(),
-            "started": started,
+            **machine.origin(torch.device("cpu"), started),
             "text": {
                 "file": options.text.name,
                 "sha256": hashlib.sha256(text.encode()).hexdigest(),
@@ -76,7 +72,7 @@ def main() -> None:
             "compile": options.compile,
             "rows": rows,
         }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        write(record, options.json)
 
 
 def perplexity(options: argparse.Namespace, text: str, weights: str | None) -> dict:

@@ -101,6 +101,7 @@ ARROWS: dict[str, set[str]] = {
     "bench": CHOICE | {"runner", "conformance", ""},
     "integrations": CHOICE | {"runner", "parallel"},
     "cli": CHOICE | {"runner", "conformance", "bench", "parallel", ""},
+    "__main__": {"cli"},
     "": CHOICE | {"runner", "integrations"},
 }
 """`""`, the package itself, hands the public names on; only what stands outside may go through it."""
@@ -324,3 +325,13 @@ def test_public_names_are_complete_and_there() -> None:
 
 def _isort_key(name: str) -> tuple[int, str]:
     return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
+
+
+def test_the_package_runs_as_its_command() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "attnkit", "explain", "--backend", "reference"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "reference: chosen" in run.stdout

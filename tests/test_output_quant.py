@@ -60,6 +60,8 @@ def test_codes_saturate_and_groups_are_neighbours_of_a_row() -> None:
 
 
 def test_what_is_no_format_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"as 'fp8'; use one of .*kNvfp4Dynamic"):
+        QuantizedOutput.empty("fp8", 5, 96)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="groups of 128"):
         QuantizedOutput.empty(kFp8Dynamic128Sym, 5, 96)
     with pytest.raises(ConfigurationError, match="takes one scale"):

@@ -10,5 +10,6 @@ ENVIRONMENT: dict[str, str] = {
     "(default: attnkit in XDG_CACHE_HOME, or in ~/.cache)",
     "ATTNKIT_VLLM": "the backend that runs inside vLLM; unset: vLLM's own on a CPU, and triton where a "
     "GPU's user asks for CUSTOM",
-    "ATTNKIT_CPU_NATIVE": "0: the cpu backend runs in torch alone and builds no C",
+    "ATTNKIT_CPU_NATIVE": "0: the cpu backend runs in torch alone and builds no C; else it is "
+    "built once, by the compiler that CC names, or cc, gcc or clang",
 }

@@ -119,7 +119,10 @@ class QuantizedOutput:
                 too many.
         """
         if key not in OUTPUT_KEYS:
-            raise ConfigurationError(f"outputs are not quantised as {key}; use one of OUTPUT_KEYS")
+            raise ConfigurationError(
+                f"outputs are not quantised as {key!r}; use one of OUTPUT_KEYS: kFp8StaticTensorSym, "
+                "kFp8Dynamic128Sym, kFp8Dynamic64Sym or kNvfp4Dynamic"
+            )
         group = key.scale.group_shape.col
         if group > 0 and width % group:
             raise ConfigurationError(

@@ -252,9 +252,12 @@ class PagedLayer(nn.Module):
                 f"{name} of layer {self.layer_name} has shape {tuple(scale.shape)}; give {wanted}{hint}"
             )
         scale = scale.detach().to(self.device, torch.float32).reshape(self._scale_shape)
-        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        # Below its smallest normal number float32 is zero on a GPU, and dividing by it NaN.
+        tiny = torch.finfo(torch.float32).tiny
+        if not bool((torch.isfinite(scale) & (scale >= tiny)).all()):
             raise ConfigurationError(
-                f"{name} of layer {self.layer_name} is {scale.tolist()}; give finite numbers above 0"
+                f"{name} of layer {self.layer_name} is {scale.tolist()}; give finite numbers above 0 "
+                f"({tiny:.3g} at least)"
             )
         return scale
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -10,10 +11,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import attnkit
 from attnkit.bench import machine, plot
-from attnkit.bench.record import Record, Row, compare, load, save, standings
+from attnkit.bench.record import Record, Row, compare, load, now, save, standings, write
 from attnkit.bench.roofline import Ceilings
 from attnkit.bench.session import with_ratios
 from attnkit.bench.table import absences, plain, show, tables
@@ -98,6 +100,21 @@ def test_an_exported_tree_inside_another_repository_has_no_history_of_its_own(
     monkeypatch.setattr(attnkit, "__file__", str(tmp_path / "src" / "attnkit" / "__init__.py"))
     assert machine.source("abc")["dirty"]
     assert len(machine.source("abc")["commit"]) == 40
+
+
+def test_a_record_begins_with_where_its_numbers_come_from() -> None:
+    origin = machine.origin(torch.device("cpu"), now())
+    assert list(origin) == ["machine", "source", "command", "started"]
+    assert origin["machine"] == machine.describe(torch.device("cpu"))
+
+
+def test_what_is_written_replaces_a_file_whole(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "record.json"
+    write({"rows": [1, 2]}, path)
+    with pytest.raises(TypeError):
+        write({"rows": object()}, path)
+    assert json.loads(path.read_text()) == {"rows": [1, 2]}
+    assert os.listdir(path.parent) == [path.name]
 
 
 def test_a_record_is_read_back_as_it_was(tmp_path: Path) -> None:

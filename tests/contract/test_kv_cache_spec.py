@@ -102,6 +102,13 @@ def test_sizes_that_hold_nothing_are_named(wrong: dict[str, int], named: str) ->
         FullAttentionSpec(**{**FACTS, **wrong})
 
 
+def test_the_name_of_a_dtype_is_none() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"dtype 'float32' is not allowed; give a torch.dtype"
+    ):
+        FullAttentionSpec(**{**FACTS, "dtype": "float32"})
+
+
 def test_windows_that_see_nothing_are_named() -> None:
     with pytest.raises(ConfigurationError, match="sliding_window 0"):
         SlidingWindowSpec(**FACTS, sliding_window=0)

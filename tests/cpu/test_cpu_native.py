@@ -123,7 +123,7 @@ def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_named_compiler_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    expect_torch_serves("no-such-compiler is not in PATH")
+    expect_torch_serves(r"no C compiler no-such-compiler \(from CC\).* Set CC to one that is there")
 
 
 def test_a_named_compiler_may_have_arguments(

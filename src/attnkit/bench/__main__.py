@@ -147,7 +147,7 @@ def _measure(options: argparse.Namespace) -> int:
     what = [name for name in options.what if name != "e2e"]
     workloads = _workloads(options, what) if what else []
     contenders = _contenders(options)
-    started, facts = now(), machine.describe(device)
+    origin = machine.origin(device, now(), options.commit)
     ceilings = None
     if workloads:
         _say("measuring the ceilings of this device")
@@ -158,10 +158,7 @@ def _measure(options: argparse.Namespace) -> int:
 
     def record() -> Record:
         return Record(
-            machine=facts,
-            source=machine.source(options.commit),
-            command=machine.command(),
-            started=started,
+            **origin,
             ceilings=ceilings,
             workloads={
                 **{workload.name: _facts(workload) for _, workload in workloads},

@@ -100,6 +100,22 @@ def command() -> str:
     return " ".join([Path(sys.argv[0]).name, *given])
 
 
+def origin(device: torch.device, started: str, commit: str | None = None) -> dict[str, Any]:
+    """Where numbers come from: what every record begins with.
+
+    Args:
+        device: they were measured on.
+        started: `record.now()` then.
+        commit: as in `source`.
+    """
+    return {
+        "machine": describe(device),
+        "source": source(commit),
+        "command": command(),
+        "started": started,
+    }
+
+
 def _versions() -> dict[str, str]:
     versions = {}
     for name in _PACKAGES:

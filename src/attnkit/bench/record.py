@@ -107,9 +107,13 @@ def now() -> str:
 
 
 def save(record: Record, path: Path) -> None:
-    """Write a record; a reader never sees half of it."""
+    """Write a record, as `write` does."""
+    write({"schema": SCHEMA, **asdict(record)}, path)
+
+
+def write(content: Mapping[str, Any], path: Path) -> None:
+    """Write what a session found as JSON, and the folders above it; a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"schema": SCHEMA, **asdict(record)}
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(part, path)

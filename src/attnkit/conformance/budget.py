@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from attnkit.conformance.oracle import Answer, Array, Meaning, visible
+from attnkit.conformance.oracle import Answer, Array, Meaning, own_score, visible
 
 _EPS32 = float(torch.finfo(torch.float32).eps)
 
@@ -137,6 +137,10 @@ def plain(
         else:
             bias = slopes * ahead.float()
         score = (score.float() + bias).to(dtype)
+    if meaning.own is not None:
+        for head, scores in enumerate(score.double().numpy()):
+            changed = own_score(scores, head, query_positions, key_positions, meaning.own)
+            score[head] = torch.from_numpy(changed.copy()).to(dtype)
     score = score.masked_fill(~seen, -torch.inf)
     if meaning.sinks is None:
         sink = torch.full((num_heads,), -torch.inf)

@@ -94,13 +94,14 @@ def make_inputs(
         poison: what stands where nothing may be read; anything but NaN is clamped to the dtype.
         page_seed: other values give other pages and free pages, and the same numbers.
         tokens: per request, instead of random numbers.
-        backend: asked for a cache shape of its own, which older ones have. Such a cache is all
-            poison: only the backend knows how to put the context there (`context_of`).
+        backend: asked for a score of its own, and for a cache shape, which older ones have. Such a cache
+            is all poison: only the backend knows how to put the context there (`context_of`).
     """
     if tokens is None:
         tokens = random_tokens(case, np.random.default_rng(case.seed))
+    own = None if backend is None else backend.own_score
     sequences = [
-        WholeSequence(q=t.q, k=t.k, v=t.v, meaning=meaning_of(case, request))
+        WholeSequence(q=t.q, k=t.k, v=t.v, meaning=meaning_of(case, request, own))
         for request, t in enumerate(tokens)
     ]
     query, key, value = step_tensors(case, sequences, poison)

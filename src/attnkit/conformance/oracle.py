@@ -8,13 +8,15 @@ mistake in one of those cannot hide here. `docs/semantics.md` is the law it impl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
+OwnScore = Callable[[Array, int, npt.NDArray[np.int64], npt.NDArray[np.int64]], Array]
+"""Arguments and answer broadcast to (q_len, kv_len)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,8 @@ class Meaning:
             keys before the first query, itself and what it follows. None: they are no tree.
         told: of the keys it sees otherwise, a query sees this many, those that the kit's rule tells it
             (`told`). None: all.
+        own: what the backend makes of a score at last, before the mask: (scores, head, query positions,
+            key positions) -> scores. None: nothing.
     """
 
     scale: float
@@ -53,6 +57,7 @@ class Meaning:
     chunk: int | None = None
     parents: Sequence[int] | None = None
     told: int | None = None
+    own: OwnScore | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +115,18 @@ def visible(
     return seen
 
 
+def own_score(
+    score: Array,
+    head: int,
+    query_positions: npt.NDArray[np.int64],
+    key_positions: npt.NDArray[np.int64],
+    own: OwnScore,
+) -> Array:
+    """What `own` makes of one head's scores (q_len, kv_len)."""
+    changed = own(score, head, query_positions[:, None], key_positions[None, :])
+    return np.broadcast_to(np.asarray(changed, dtype=np.float64), score.shape)
+
+
 def told(query: int, number: int) -> npt.NDArray[np.int64]:
     """Positions of the keys that a sparse layer of the kit tells a query at a position: the first ones
     of a shuffle of all up to itself, which depends on the position alone."""
@@ -163,6 +180,9 @@ def attend(
             )
             score = score + bias
             size = np.maximum(size, np.abs(bias))
+        if meaning.own is not None:
+            score = own_score(score, head, query_positions, key_positions, meaning.own)
+            size = np.maximum(size, np.where(np.isfinite(score), np.abs(score), 0.0))
         sink = -np.inf if meaning.sinks is None else float(meaning.sinks[head])
         logits = np.where(seen, score, -np.inf)
         top = np.maximum(sink, logits.max(axis=1, initial=-np.inf))

@@ -13,7 +13,7 @@ import torch
 
 from attnkit.conformance.budget import Budget, budget_for
 from attnkit.conformance.case import Case
-from attnkit.conformance.oracle import Answer, Array, Meaning, attend
+from attnkit.conformance.oracle import Answer, Array, Meaning, OwnScore, attend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +52,8 @@ def float64(x: torch.Tensor) -> Array:
     return x.double().cpu().numpy()
 
 
-def meaning_of(case: Case, request: int) -> Meaning:
-    """What the layer means for one request of the case."""
+def meaning_of(case: Case, request: int, own: OwnScore | None = None) -> Meaning:
+    """What the layer means for one request of the case; `own` is the backend's `own_score`."""
     return Meaning(
         scale=case.softmax_scale,
         causal=case.is_causal(request),
@@ -66,6 +66,7 @@ def meaning_of(case: Case, request: int) -> Meaning:
         prefix=case.prefix_of(request),
         chunk=case.attention_chunk_size,
         parents=case.parents_of(request) or None,
+        own=own,
     )
 
 

@@ -12,6 +12,7 @@ import. What attnkit adds stands in a block of its own at the end of the class.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -384,6 +385,12 @@ class AttentionBackend(ABC):
         raise NotImplementedError
 
     # What attnkit adds: features the seeds' impls take but selection never asked about.
+
+    own_score: ClassVar[Callable[[Any, int, Any, Any], Any] | None] = None
+    """For the conformance kit, where a backend does another attention than `docs/semantics.md` says: a
+    static method (score, head, query position, key position) -> score, the last step before the mask.
+    In float64 numpy; positions are absolute, (q_len, 1) and (1, kv_len), and broadcast. -inf hides a
+    key."""
 
     @classmethod
     def is_available(cls) -> str | None:

@@ -14,7 +14,7 @@ from enum import Enum
 
 import torch
 
-from attnkit.arguments import check_count
+from attnkit.arguments import check_count, check_dtype
 from attnkit.contract.quant import KVQuantMode
 from attnkit.contract.types import MultipleOf
 from attnkit.errors import ConfigurationError
@@ -158,6 +158,7 @@ class AttentionSpec(KVCacheSpec):
                 raise ConfigurationError(
                     f"{name} {getattr(self, name)} is not allowed; give at least {least}"
                 )
+        check_dtype(self.dtype)
         _check_padding(self.page_size_padded, self.unpadded_page_size_bytes)
 
     @property

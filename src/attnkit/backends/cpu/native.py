@@ -60,7 +60,11 @@ class Native:
 
 
 class _Unavailable(Exception):
-    """Why there is no native library; becomes the warning."""
+    """Why there is no native library, and what to do about it; becomes the warning."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 def native_kernels() -> NativeKernels | None:
@@ -107,7 +111,7 @@ def _decide() -> Native:
         kernels = _load(path)
     except _Unavailable as reason:
         warnings.warn(
-            f"the cpu backend runs in torch, several times slower: {reason}. Provide that, or set "
+            f"the cpu backend runs in torch, several times slower: {reason}. {reason.remedy}, or set "
             "ATTNKIT_CPU_NATIVE=0 to accept it",
             RuntimeWarning,
             stacklevel=2,
@@ -129,7 +133,8 @@ def _load(path: Path) -> NativeKernels:
     try:
         return NativeKernels(str(path), _parallel_address())
     except (OSError, AttributeError) as error:
-        raise _Unavailable(f"the library built at {path} cannot be loaded ({error})") from error
+        reason = f"the library built at {path} cannot be loaded ({error})"
+        raise _Unavailable(reason, "Set CC to another C compiler") from error
 
 
 def _build(path: Path) -> None:
@@ -140,7 +145,8 @@ def _build(path: Path) -> None:
         os.close(handle)
     except OSError as error:
         raise _Unavailable(
-            f"the cache directory {path.parent} cannot be written ({error.strerror})"
+            f"the cache directory {path.parent} cannot be written ({error.strerror})",
+            "Set ATTNKIT_CACHE_DIR to one that can",
         ) from error
     command = [*_compiler(), *_flags(), *map(str, SOURCES), "-o", name, "-lm"]
     try:
@@ -148,9 +154,11 @@ def _build(path: Path) -> None:
         os.replace(name, path)
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or "").strip().splitlines() or [f"exit status {error.returncode}"]
-        raise _Unavailable(f"{command[0]} could not compile its kernels ({lines[0]})") from error
+        reason = f"{command[0]} could not compile its kernels ({lines[0]})"
+        raise _Unavailable(reason, "Set CC to a compiler that can") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise _Unavailable(f"{command[0]} could not be run ({error})") from error
+        reason = f"{command[0]} could not be run ({error})"
+        raise _Unavailable(reason, "Set CC to a compiler that can") from error
     finally:
         Path(name).unlink(missing_ok=True)
 
@@ -175,8 +183,12 @@ def _compiler() -> list[str]:
     for command in [shlex.split(given)] if given and given.strip() else [[n] for n in COMPILERS]:
         if (path := shutil.which(command[0])) is not None:
             return [path, *command[1:]]
-    wanted = given or " or ".join(COMPILERS)
-    raise _Unavailable(f"there is no C compiler ({wanted} is not in PATH)")
+    if given and given.strip():
+        raise _Unavailable(
+            f"there is no C compiler {given} (from CC)", "Set CC to one that is there"
+        )
+    wanted = ", ".join(COMPILERS)
+    raise _Unavailable(f"there is no C compiler (none of {wanted} is in PATH)", "Install one")
 
 
 def _flags() -> tuple[str, ...]:

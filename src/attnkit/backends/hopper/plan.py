@@ -266,6 +266,7 @@ class Planner:
             MAX_DECODE_QUERY_LEN,
             config,
             None if plan.fold is None else plan.fold.units,
+            whole=longest > 1,
         ).launch()
         if plan.fold is None:
             return plan

@@ -88,6 +88,8 @@ def share_decodes_call(
     max_query_len: int,
     config: DecodeConfig | LatentConfig,
     units: torch.Tensor | None = None,
+    *,
+    whole: bool = True,
 ) -> KernelCall:
     """Share out the decodes of a batch.
 
@@ -100,6 +102,7 @@ def share_decodes_call(
         max_query_len: requests with more queries are not decodes.
         config: of the decode kernel; or of one over latents.
         units: int32 (units, 8), to be filled; None: nobody reads it.
+        whole: shares of alike requests may grow by `SPARE` to end with them.
     """
     is_latent = isinstance(config, LatentConfig)
     num_reqs = lengths.seq_lens.shape[0]
@@ -118,7 +121,7 @@ def share_decodes_call(
             "TOKENS": config.tile_rows // config.pack,
             "BLOCK_N": config.plan_block_n if is_latent else config.block_n,
             "LEAST": 1 if is_latent else min_decode_tiles(config),
-            "SPARE": SPARE if is_latent or config.tile_rows == 64 else 0,
+            "SPARE": SPARE if whole else 0,
             "GROUPS": num_kv_heads if is_latent else math.gcd(num_kv_heads, num_programs),
             "BLOCK_REQS": 256,
             "BLOCK_PIECES": 32,

@@ -202,9 +202,9 @@ def chosen_pages(size: int) -> int:
 
 SPARE = 6
 """Percent by which shares may grow to end with requests, where that spares a fold: over latents 128 KiB
-a piece, which take as long as three K/V tiles; in dense decodes of 64 rows a launch and float32 rows out
-and back (B64 ctx 4096 of 8 queries 253 us, not 265). Decodes of 16 rows fold by themselves, and their
-equal shares are left alone (-1.5 to +1.4 %)."""
+a piece, which take as long as three K/V tiles; in dense decodes of several queries float32 rows out and
+back, and of 64 rows a launch (B64 ctx 4096: 4 queries 253 us, not 258, 8 queries 253, not 265). A single
+query's rows are few, and its equal shares are left alone (-1.5 to +1.4 %)."""
 
 
 def latent_rows(num_heads: int, query_len: int, *, coded: bool = False) -> int:

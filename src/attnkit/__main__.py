@@ -1,0 +1,5 @@
+"""`python -m attnkit` is the command `attnkit`."""
+
+from attnkit.cli import main
+
+main()
