@@ -1,8 +1,9 @@
 """Weights in codes on a CPU: perplexity and tokens a second beside those of the checkpoint's own.
 
 In: a model, a text (docs/semantics.md). Out: a table, and with --json a record: per format the
-perplexity over windows of the text, tokens a second of one stream and of 16 prompts, in turns in one
-process, and the bytes of the linear layers' weights.
+perplexity over windows of the text, tokens a second of one stream and of 16 prompts, tokens of prompts
+a second (four windows in one step), in turns in one process, and the bytes of the linear layers'
+weights.
 
     python benchmarks/weights_cpu.py --threads 2 --json benchmarks/weights-cpu.json
 """
@@ -59,6 +60,10 @@ def main() -> None:
         rates = measure(llms, prompts[:num_prompts], options.tokens, options.rounds)
         for row, rate in zip(rows, rates, strict=True):
             row[f"tokens_per_s_of_{num_prompts}"] = rate
+    windows = torch.tensor(llms[0].tokenizer.encode(text)).split(WINDOW)[:4]
+    rates = measure(llms, [window.tolist() for window in windows], 1, options.rounds)
+    for row, rate in zip(rows, rates, strict=True):
+        row["prompt_tokens_per_s"] = rate * WINDOW
     for row in rows:
         print(row)
     if options.json is not None:

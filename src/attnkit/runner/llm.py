@@ -111,7 +111,9 @@ class LLM:
             enable_prefix_caching: compute a beginning that prompts share once.
             kv_connector: `save_kv` and `load_kv` will be used; only backends that allow it are chosen.
             weights: "int8" or "int4": keep the weights of linear layers in codes, on a CPU. int4 makes
-                one stream faster and batches slower; int8 halves the memory. None: as they are.
+                one stream faster; prompts and batches too on processors with AVX-512 VNNI that have
+                no products of bfloat16, elsewhere they may be slower. int8 halves the memory. None:
+                as they are.
             compile: let torch.compile fuse what lies between weights and attention. The first step
                 takes a minute or two, and some ten seconds in later processes, which find the code
                 in torch's cache (TORCHINDUCTOR_CACHE_DIR).
