@@ -223,7 +223,7 @@ def test_a_cache_with_strided_rows_is_refused(subject: Subject) -> None:
     inputs = subject.inputs(layer, CASE)
     cache = torch.zeros(*inputs.kv_cache.shape[:3], 128)[..., ::2]
     out = torch.full((CASE.num_tokens, 6, 32), math.nan)
-    with pytest.raises(BatchError, match="stride 2 in its last dimension"):
+    with pytest.raises(BatchError, match="last dimension has stride 2"):
         layer._run(
             inputs.query, inputs.key, inputs.value, out, None, cache, layer.build(inputs.batch)
         )
