@@ -106,6 +106,10 @@ class Tape(TorchDispatchMode):
     def launch(self, run: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         """Run a kernel and put it on the tape; what it takes to run it here is not put there."""
         self._add(partial(run, *args, **kwargs), _tensors({"": (args, kwargs)}).values())
+        self.unseen(run, *args, **kwargs)
+
+    def unseen(self, run: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Run something that a GPU would not: it may look at tensors, and does not go on the tape."""
         self.is_paused = True
         try:
             run(*args, **kwargs)
@@ -162,18 +166,25 @@ class _HostReads(TorchFunctionMode):
 
 @contextmanager
 def kernels_on(tape: Tape) -> Iterator[None]:
-    """Triton kernels that are launched inside go on the tape."""
+    """Triton kernels that are launched inside go on the tape. What is looked at because they are
+    interpreted, who would read and write past the cache, does not."""
     if not is_interpreting():
         yield
         return
     from triton.runtime.interpreter import InterpretedFunction
+
+    from attnkit.backends.triton import impl
 
     run = InterpretedFunction.run
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
         tape.launch(run, kernel, *args, **kwargs)
 
-    with mock.patch.object(InterpretedFunction, "run", launch):
+    with (
+        mock.patch.object(InterpretedFunction, "run", launch),
+        mock.patch.object(impl, "check_slots", partial(tape.unseen, impl.check_slots)),
+        mock.patch.object(impl, "check_pages", partial(tape.unseen, impl.check_pages)),
+    ):
         yield
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnkit.arguments import check_slots
 from attnkit.backends.dense import DenseImpl
 from attnkit.backends.repeat import Repeats, kind_of
 from attnkit.backends.stored import Stored
@@ -123,14 +124,13 @@ class TritonImpl(DenseImpl[TritonMetadata]):
         step = self._step(layer, query, key, value, kv_cache, plan, written, lse)
         decoded = 0
         if step.kv_cache is not None:
-            if not plan.is_captured:
-                check_pages(
-                    plan.block_table,
-                    plan.query_start_loc,
-                    plan.kv_lens,
-                    kv_cache.shape[0],
-                    kv_cache.shape[2],
-                )
+            check_pages(
+                plan.block_table,
+                plan.query_start_loc,
+                plan.kv_lens,
+                kv_cache.shape[0],
+                kv_cache.shape[2],
+            )
             group_size = self.num_heads // self.num_kv_heads
             decoded = decode_query_len(group_size, plan.decode_query_len)
         if plan.min_query_len <= decoded:
@@ -280,6 +280,7 @@ class TritonImpl(DenseImpl[TritonMetadata]):
         """Write this step's K and V; slot -1 writes nothing."""
         if kv_cache.numel() == 0:
             return
+        check_slots(slot_mapping, kv_cache.shape[0], kv_cache.shape[2])
         from attnkit.backends.triton.cache_launch import write_call, write_changes, write_grid
 
         key, value = _rows(key), _rows(value)
