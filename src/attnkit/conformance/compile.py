@@ -30,6 +30,7 @@ from attnkit.backends.stored import Stored
 from attnkit.backends.triton import cache_launch, configs, launch
 from attnkit.backends.triton.operands import Operands, OutputCodes, Parts
 from attnkit.conformance.hopper_compile import hopper_variants
+from attnkit.conformance.meta import empty
 from attnkit.conformance.mla.compile import mla_variants
 from attnkit.contract import (
     AttentionVariant,
@@ -234,10 +235,6 @@ Cache = torch.dtype | str
 """Of pages: a dtype, or the name of a format with codes."""
 
 
-def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def _operands(
     size: int,
     size_v: int,
@@ -254,8 +251,8 @@ def _operands(
     num_tokens, num_reqs = 4096, 64
     if page is None:
         stored = Stored(
-            key=_empty(num_tokens, kv_heads, size, dtype=dtype),
-            value=_empty(num_tokens, kv_heads, size_v, dtype=dtype),
+            key=empty(num_tokens, kv_heads, size, dtype=dtype),
+            value=empty(num_tokens, kv_heads, size_v, dtype=dtype),
         )
         table = None
     else:
@@ -263,31 +260,29 @@ def _operands(
         made = cache_format(name)
         assert made.dtype is not None
         content = made.layout(size, size_v).num_bytes // made.dtype.itemsize
-        pages = _empty(64, page, kv_heads, content, dtype=made.dtype).transpose(1, 2)
-        one = _empty(1, dtype=torch.float32)
+        pages = empty(64, page, kv_heads, content, dtype=made.dtype).transpose(1, 2)
+        one = empty(1, dtype=torch.float32)
         stored = Stored.of(pages, made, size, size_v, one, one, has_e4m3=gpu.has_e4m3)
-        table = _empty(num_reqs, 256, dtype=torch.int32)
-    output: torch.Tensor | OutputCodes = _empty(num_tokens, heads, size_v, dtype=dtype)
+        table = empty(num_reqs, 256, dtype=torch.int32)
+    output: torch.Tensor | OutputCodes = empty(num_tokens, heads, size_v, dtype=dtype)
     if codes is not None:
         scale = (
-            _empty(1, dtype=torch.float32)
-            if codes in (kFp8StaticTensorSym, kNvfp4Dynamic)
-            else None
+            empty(1, dtype=torch.float32) if codes in (kFp8StaticTensorSym, kNvfp4Dynamic) else None
         )
         made = QuantizedOutput.empty(codes, num_tokens, heads * size_v, scale=scale, device="meta")
         output = OutputCodes.of(made, heads, num_tokens)
     return Operands(
-        query=_empty(num_tokens, heads, size, dtype=dtype),
+        query=empty(num_tokens, heads, size, dtype=dtype),
         stored=stored,
         output=output,
-        lse=_empty(num_tokens, heads, dtype=torch.float32),
-        query_start_loc=_empty(num_reqs + 1, dtype=torch.int32),
-        kv_lens=_empty(num_reqs, dtype=torch.int32),
+        lse=empty(num_tokens, heads, dtype=torch.float32),
+        query_start_loc=empty(num_reqs + 1, dtype=torch.int32),
+        kv_lens=empty(num_reqs, dtype=torch.int32),
         block_table=table,
         causal=True,
-        spans=_empty(num_tokens, 2, dtype=torch.int32) if masks else None,
-        prefix_lens=_empty(num_reqs, dtype=torch.int32) if masks else None,
-        tree=_empty(num_tokens, dtype=torch.int64) if tree else None,
+        spans=empty(num_tokens, 2, dtype=torch.int32) if masks else None,
+        prefix_lens=empty(num_reqs, dtype=torch.int32) if masks else None,
+        tree=empty(num_tokens, dtype=torch.int64) if tree else None,
     )
 
 
@@ -356,7 +351,7 @@ def _decode(
     parts = None
     if split:
         numel = Parts.numel(operands, query_len, config.max_segments)
-        memory = _empty(numel, dtype=torch.float32)
+        memory = empty(numel, dtype=torch.float32)
         parts = Parts.of(memory, operands, query_len, config.max_segments)
     variant = _variant(size, heads, features)
     work = launch.DecodeWork(
@@ -371,8 +366,8 @@ def _write(
     name: str, size: int, dtype: torch.dtype, *, cache: Cache | None = None
 ) -> tuple[str, KernelCall]:
     operands = _operands(size, size, dtype, cache or dtype, 16, 8, 8, configs.HOPPER)
-    rows = _empty(4096, 8, size, dtype=dtype)
-    slots = _empty(4096, dtype=torch.int64)
+    rows = empty(4096, 8, size, dtype=dtype)
+    slots = empty(4096, dtype=torch.int64)
     return name, cache_launch.write_call(rows, rows, operands.stored, slots)
 
 

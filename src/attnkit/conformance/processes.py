@@ -12,7 +12,7 @@ import importlib.util
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -22,15 +22,13 @@ import torch
 from attnkit.conformance.kit import Check, Outcome, all_checks, outcome_of, subject_of
 
 
-def judge(
-    backend: str, device: str, checks: Sequence[tuple[int, str]], jobs: int
-) -> Iterator[Outcome]:
+def judge(backend: str, device: str, places: Mapping[str, int], jobs: int) -> Iterator[Outcome]:
     """Run checks in `jobs` processes.
 
     Args:
         backend: a name that every process can resolve.
         device: where to run.
-        checks: place in `all_checks` and name of each.
+        places: of the checks in `all_checks`, by name.
         jobs: processes.
 
     Yields:
@@ -43,13 +41,13 @@ def judge(
     threads = max(1, torch.get_num_threads() // jobs)
     with tempfile.TemporaryDirectory(prefix="attnkit-verify-") as locks:
         pool = ProcessPoolExecutor(
-            min(jobs, len(checks)),
+            min(jobs, len(places)),
             multiprocessing.get_context("spawn"),
             initializer=_start,
             initargs=(threads, locks),
         )
         with pool:
-            names = {pool.submit(_judge, backend, device, i): name for i, name in checks}
+            names = {pool.submit(_judge, backend, device, i): name for name, i in places.items()}
             for future in as_completed(names):
                 try:
                     yield future.result()

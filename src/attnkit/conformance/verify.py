@@ -120,27 +120,24 @@ def verify(
     subject = subject_of(backend, device)
     started = time.perf_counter()
     every = all_checks(subject)
-    checks = [c for c in every if filter is None or filter in c.name]
-    if not checks:
+    places = {c.name: i for i, c in enumerate(every) if filter is None or filter in c.name}
+    if not places:
         raise ConfigurationError(
             f"no check of {subject.name} has {filter!r} in its name; names are such as "
             f"{', '.join(c.name for c in every[:: len(every) // 3])}"
         )
     outcomes = []
     if jobs > 1 and isinstance(backend, str):
-        names = {c.name for c in checks}
-        chosen = [(i, c.name) for i, c in enumerate(every) if c.name in names]
-        for outcome in judge(backend, str(device), chosen, jobs):
+        for outcome in judge(backend, str(device), places, jobs):
             outcomes.append(outcome)
             if progress is not None:
-                progress(len(outcomes), len(checks), outcome.name)
-        order = {name: i for i, name in chosen}
-        outcomes.sort(key=lambda outcome: order[outcome.name])
+                progress(len(outcomes), len(places), outcome.name)
+        outcomes.sort(key=lambda outcome: places[outcome.name])
     else:
-        for done, check in enumerate(checks):
+        for done, (name, place) in enumerate(places.items()):
             if progress is not None:
-                progress(done, len(checks), check.name)
-            outcomes.append(outcome_of(check))
+                progress(done, len(places), name)
+            outcomes.append(outcome_of(every[place]))
     return Report(
         backend=subject.name,
         device=str(subject.device),

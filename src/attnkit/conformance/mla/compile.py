@@ -16,6 +16,7 @@ from attnkit.backends.triton import configs, index_launch, mla_launch
 from attnkit.backends.triton.launch import DecodeWork
 from attnkit.backends.triton.mla_operands import LatentOperands, LatentPages
 from attnkit.backends.triton.operands import Parts
+from attnkit.conformance.meta import empty
 from attnkit.contract import MLADimensions
 from attnkit.kvcache.formats import latent_format
 from attnkit.mla.plan import DecodePart
@@ -45,22 +46,22 @@ def mla_variants(gpu: configs.Gpu) -> Iterator[tuple[str, KernelCall]]:
     yield from _decode(gpu, "mla-fp16-h128-fp8_ds_mla", 128, fp16, "fp8_ds_mla")
     yield from _decode(gpu, "mla-fp32-h16-split", 16, fp32, "float32", split=True)
     yield from _decode(gpu, "mla-fp32-h16-fp8_ds_mla", 16, fp32, "fp8_ds_mla")
-    kv_c, k_pe = _empty(4096, 512, dtype=bf16), _empty(4096, 64, dtype=bf16)
+    kv_c, k_pe = empty(4096, 512, dtype=bf16), empty(4096, 64, dtype=bf16)
     pages = _pages(gpu, _DEEPSEEK, "fp8_ds_mla", 64)
-    slots = _empty(4096, dtype=torch.int64)
+    slots = empty(4096, dtype=torch.int64)
     yield "mla-write-fp8_ds_mla", mla_launch.tiled_write_call(kv_c, k_pe, pages, slots)
-    lists, lens = _empty(64, 2048, dtype=torch.int32), _empty(64, dtype=torch.int32)
+    lists, lens = empty(64, 2048, dtype=torch.int32), empty(64, dtype=torch.int32)
     plan = DecodePart(
-        query_start_loc=_empty(65, dtype=torch.int32),
+        query_start_loc=empty(65, dtype=torch.int32),
         seq_lens=lens,
-        block_table=_empty(64, 1024, dtype=torch.int32),
+        block_table=empty(64, 1024, dtype=torch.int32),
         max_query_len=1,
         max_seq_len=65_536,
     )
     yield "mla-choose", mla_launch.choose_rows_call(lists, plan, 64, 64, lists, lens)
     for stored in ("bfloat16", "fp8", "fp8_ds_mla"):
         yield f"mla-gather-{stored}", _gather(gpu, stored, lists, plan.block_table)
-    owners = _empty(64, 2, dtype=torch.int32)
+    owners = empty(64, 2, dtype=torch.int32)
     yield (
         "mla-gather-lens",
         latent_gather_launch.chosen_lens_call(
@@ -73,16 +74,12 @@ def mla_variants(gpu: configs.Gpu) -> Iterator[tuple[str, KernelCall]]:
     yield from _index(gpu, "index-fp32", fp32, fp32)
 
 
-def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def _pages(gpu: configs.Gpu, d: MLADimensions, name: str, page: int) -> LatentPages:
     made = latent_format(name)
     assert made.dtype is not None
     row = made.layout(d.kv_lora_rank, d.qk_rope_head_dim).num_bytes // made.dtype.itemsize
-    cache = _empty(1024, page, row, dtype=made.dtype)
-    one = _empty(1, dtype=torch.float32)
+    cache = empty(1024, page, row, dtype=made.dtype)
+    one = empty(1, dtype=torch.float32)
     return LatentPages.of(cache, made, d, one, has_e4m3=gpu.has_e4m3)
 
 
@@ -99,13 +96,13 @@ def _decode(
 ) -> Iterator[tuple[str, KernelCall]]:
     d, num_reqs = dimensions, 64
     operands = LatentOperands(
-        query=_empty(num_reqs, heads, d.latent_size, dtype=dtype),
+        query=empty(num_reqs, heads, d.latent_size, dtype=dtype),
         pages=_pages(gpu, d, stored, page),
-        output=_empty(num_reqs, heads, d.kv_lora_rank, dtype=dtype),
-        lse=_empty(num_reqs, heads, dtype=torch.float32),
-        query_start_loc=_empty(num_reqs + 1, dtype=torch.int32),
-        kv_lens=_empty(num_reqs, dtype=torch.int32),
-        block_table=_empty(num_reqs, 256, dtype=torch.int32),
+        output=empty(num_reqs, heads, d.kv_lora_rank, dtype=dtype),
+        lse=empty(num_reqs, heads, dtype=torch.float32),
+        query_start_loc=empty(num_reqs + 1, dtype=torch.int32),
+        kv_lens=empty(num_reqs, dtype=torch.int32),
+        block_table=empty(num_reqs, 256, dtype=torch.int32),
     )
     config = configs.mla_decode_config(
         d.kv_lora_rank,
@@ -118,7 +115,7 @@ def _decode(
     )
     parts = None
     if split:
-        memory = _empty(Parts.numel(operands, 1, 4), dtype=torch.float32)
+        memory = empty(Parts.numel(operands, 1, 4), dtype=torch.float32)
         parts = Parts.of(memory, operands, 1, 4)
     work = DecodeWork(max_query_len=1, config=config, num_splits=4 if split else 1, parts=parts)
     yield name, mla_launch.mla_decode_call(operands, 0.07, work)
@@ -130,19 +127,19 @@ def _gather(gpu: configs.Gpu, stored: str, lists: torch.Tensor, table: torch.Ten
     """Rows for the Gluon decode of 128 heads; the kernel itself is a portable one."""
     i32, f32 = torch.int32, torch.float32
     work = LatentWork(
-        share=_empty(16 + 16 * 132, dtype=i32),
-        pieces=_empty(132 + 128, 16, dtype=i32),
-        units=_empty(128, 8, dtype=i32),
-        acc=_empty(264, 64, 512, dtype=f32),
-        sums=_empty(264, 64, 2, dtype=f32),
+        share=empty(16 + 16 * 132, dtype=i32),
+        pieces=empty(132 + 128, 16, dtype=i32),
+        units=empty(128, 8, dtype=i32),
+        acc=empty(264, 64, 512, dtype=f32),
+        sums=empty(264, 64, 2, dtype=f32),
         num_rows=64,
     )
     return latent_gather_launch.gather_call(
         lists,
         table,
         _pages(gpu, _DEEPSEEK, stored, 64),
-        _empty(64 * 32, 64, 576, dtype=torch.bfloat16),
-        _empty(64, 2, dtype=i32),
+        empty(64 * 32, 64, 576, dtype=torch.bfloat16),
+        empty(64, 2, dtype=i32),
         work,
         2,
     )
@@ -153,19 +150,19 @@ def _index(
 ) -> Iterator[tuple[str, KernelCall]]:
     """DeepSeek-V3.2's indexer: 64 heads of 128, 2048 keys of 64k."""
     size = 132 if stored is torch.uint8 else 128
-    pages = index_launch.IndexPages.of(_empty(1024, page, size, dtype=stored), 128)
-    slots = _empty(256, dtype=torch.int64)
+    pages = index_launch.IndexPages.of(empty(1024, page, size, dtype=stored), 128)
+    slots = empty(256, dtype=torch.int64)
     yield (
         f"{name}-write",
-        index_launch.index_write_call(_empty(256, 128, dtype=dtype), pages, slots),
+        index_launch.index_write_call(empty(256, 128, dtype=dtype), pages, slots),
     )
     step = index_launch.IndexStep(
-        q=_empty(256, 64, 128, dtype=dtype),
-        weights=_empty(256, 64, dtype=torch.float32),
-        query_start_loc=_empty(65, dtype=torch.int32),
-        seq_lens=_empty(64, dtype=torch.int32),
-        block_table=_empty(64, 1 << 16, dtype=torch.int32),
-        lists=_empty(256, 2048, dtype=torch.int32),
+        q=empty(256, 64, 128, dtype=dtype),
+        weights=empty(256, 64, dtype=torch.float32),
+        query_start_loc=empty(65, dtype=torch.int32),
+        seq_lens=empty(64, dtype=torch.int32),
+        block_table=empty(64, 1 << 16, dtype=torch.int32),
+        lists=empty(256, 2048, dtype=torch.int32),
     )
     part = step.parts(page, 1 << 16)[0]
     yield f"{name}-score", index_launch.index_score_call(step, part, pages, gpu)
