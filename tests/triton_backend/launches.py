@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import BaseBackend
 from triton.runtime.jit import JITFunction
@@ -26,6 +28,9 @@ SCALES = ("k_scale_ptr", "v_scale_ptr")
 
 Kernels = dict[ModuleType, tuple[str, ...]]
 """Names of kernels in the modules that launch them."""
+
+Step = Callable[[Any], None]
+"""Runs on what a layer is made of: an impl, a prefill backend, kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,3 +210,57 @@ def note_whole(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> list[str]:
 
     monkeypatch.setattr(KernelCall, "launch", noted)
     return names
+
+
+def check_repeats(
+    log: list[Started],
+    prepare: Callable[[Callable[..., Any]], tuple[Callable[[], Any], Callable[..., Step]]],
+    choices: dict[str, tuple[Any, st.SearchStrategy[Any]]],
+    counts: dict[str, st.SearchStrategy[Any]],
+    own: tuple[str, ...],
+    *,
+    max_examples: int = 100,
+) -> dict[str, int]:
+    """Run steps on a layer with a past and on new ones.
+
+    Args:
+        log: of launches.
+        prepare: draws a layer; returns how to make it, and a step of it from keywords.
+        choices: what may make a kernel another, and how it begins.
+        counts: what differs from step to step without that.
+        own: arguments that every call allocates.
+        max_examples: layers that are drawn.
+
+    Returns:
+        Launches that were repeated, by kernel.
+    """
+    num_repeated: dict[str, int] = {}
+
+    @settings(
+        max_examples=max_examples,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        make, step_of = prepare(data.draw)
+        layer, chosen = make(), {name: first for name, (first, _) in choices.items()}
+        for _ in range(10):
+            # Now and then one thing is another, and steps come back to what was before.
+            for name in data.draw(st.lists(st.sampled_from(sorted(choices)), max_size=2)):
+                first, others = choices[name]
+                chosen[name] = data.draw(st.just(first) | others)
+            step = step_of(**chosen, **{name: data.draw(x) for name, x in counts.items()})
+            started = []
+            for one in (layer, make()):
+                log.clear()
+                step(one)
+                started.append(list(log))
+            check_launches(*started, own)
+            for mine in started[0]:
+                num_repeated[mine.name] = num_repeated.get(mine.name, 0) + (not mine.is_whole)
+
+    check()
+    return num_repeated

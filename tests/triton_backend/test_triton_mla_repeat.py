@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from launches import Started, check_launches, note_whole, rows_of, stand_in
+from launches import Started, Step, check_repeats, note_whole, rows_of, stand_in
 from triton_problem import DEVICE
 
 from attnkit import MLAAttention, PagedKVCache, make_batch
@@ -36,9 +35,6 @@ ROWS = st.sampled_from(["own", "packed", "unaligned", "wide", "heads first"])
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32])
 INTEGERS = st.sampled_from([torch.int32, torch.int64])
 
-Step = Callable[[Any], None]
-"""Runs on what a layer is made of: an impl, a prefill backend, kernels."""
-
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
@@ -49,57 +45,6 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
 def whole(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of kernels whose launches are whole."""
     return note_whole(monkeypatch, KERNELS)
-
-
-def check_repeats(
-    log: list[Started],
-    prepare: Callable[[Callable[..., Any]], tuple[Callable[[], Any], Callable[..., Step]]],
-    choices: dict[str, tuple[Any, st.SearchStrategy[Any]]],
-    counts: dict[str, st.SearchStrategy[Any]],
-    own: tuple[str, ...],
-) -> dict[str, int]:
-    """Run steps on a layer with a past and on new ones.
-
-    Args:
-        log: of launches.
-        prepare: draws a layer; returns how to make it, and a step of it from keywords.
-        choices: what may make a kernel another, and how it begins.
-        counts: what differs from step to step without that.
-        own: arguments that every call allocates.
-
-    Returns:
-        Launches that were repeated, by kernel.
-    """
-    num_repeated: dict[str, int] = {}
-
-    @settings(
-        max_examples=100,
-        deadline=None,
-        derandomize=True,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(st.data())
-    def check(data: st.DataObject) -> None:
-        make, step_of = prepare(data.draw)
-        layer, chosen = make(), {name: first for name, (first, _) in choices.items()}
-        for _ in range(10):
-            # Now and then one thing is another, and steps come back to what was before.
-            for name in data.draw(st.lists(st.sampled_from(sorted(choices)), max_size=2)):
-                first, others = choices[name]
-                chosen[name] = data.draw(st.just(first) | others)
-            step = step_of(**chosen, **{name: data.draw(x) for name, x in counts.items()})
-            started = []
-            for one in (layer, make()):
-                log.clear()
-                step(one)
-                started.append(list(log))
-            check_launches(*started, own)
-            for mine in started[0]:
-                num_repeated[mine.name] = num_repeated.get(mine.name, 0) + (not mine.is_whole)
-
-    check()
-    return num_repeated
 
 
 def latent_layer(

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from launches import Started, check_launches, note_whole, rows_of, stand_in
+from launches import Started, Step, check_repeats, note_whole, rows_of, stand_in
 from triton_problem import DEVICE
 
 from attnkit import Attention, PagedKVCache, make_batch
@@ -251,36 +250,19 @@ def run(layer: Layer, impl: TritonImpl, step: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("codes", [False, True], ids=["numbers", "codes"])
 def test_a_repeated_launch_is_the_whole_one(log: list[Started], codes: bool) -> None:
-    num_repeated: dict[str, int] = {}
+    def prepare(
+        draw: Callable[..., Any],
+    ) -> tuple[Callable[[], TritonImpl], Callable[..., Step]]:
+        layer, workspace = draw_layer(draw, codes), Workspace(torch.device("cpu"))
 
-    @settings(
-        max_examples=150,
-        deadline=None,
-        derandomize=True,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(st.data())
-    def check(data: st.DataObject) -> None:
-        layer = draw_layer(data.draw, codes)
-        workspace = Workspace(torch.device("cpu"))
-        impl, choices = layer.impl(), dict(START)
-        for _ in range(10):
-            # Now and then one thing is another, and steps come back to what was before.
-            for name in data.draw(st.lists(st.sampled_from(sorted(CHOICES)), max_size=2)):
-                choices[name] = data.draw(st.just(START[name]) | CHOICES[name])
-            counts = {name: data.draw(values) for name, values in COUNTS.items()}
-            step = make_step(layer, workspace, choices | counts)
-            log.clear()
-            run(layer, impl, step)
-            got = list(log)
-            log.clear()
-            run(layer, layer.impl(), step)
-            check_launches(got, log, OWN)
-            for mine in got:
-                num_repeated[mine.name] = num_repeated.get(mine.name, 0) + (not mine.is_whole)
+        def step_of(**chosen: Any) -> Step:
+            step = make_step(layer, workspace, chosen)
+            return lambda impl: run(layer, impl, step)
 
-    check()
+        return layer.impl, step_of
+
+    choices = {name: (START[name], others) for name, others in CHOICES.items()}
+    num_repeated = check_repeats(log, prepare, choices, COUNTS, OWN, max_examples=150)
     expected = {"decode_kernel", "merge_kernel", "attention_kernel"}
     assert num_repeated.keys() == expected | {"encode_kernel" if codes else "write_kernel"}
     assert min(num_repeated.values()) >= 10, num_repeated
