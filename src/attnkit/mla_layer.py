@@ -85,6 +85,7 @@ class MLAAttention(PagedLayer):
         block_size: int = 16,
         return_lse: bool = False,
         use_kv_connector: bool = False,
+        use_batch_invariant: bool = False,
         prefill_backend: str | type[MLAPrefillBackend] = "auto",
         indexer: SparseIndexer | None = None,
         tokens_per_state: int = 1,
@@ -108,6 +109,9 @@ class MLAAttention(PagedLayer):
             block_size: tokens in a kernel block.
             return_lse: return (output, lse).
             use_kv_connector: somebody else will copy pages out of and into the cache.
+            use_batch_invariant: a request's bits may not depend on which others are in its batch. No
+                backend over latents that comes with attnkit promises it: contexts are expanded in
+                chunks that requests share.
             prefill_backend: who attends for prefills: a name of `MLA_PREFILL_BACKENDS`, a class, or
                 "auto", the backend's own.
             indexer: tells each query which keys to attend to; None: to all.
@@ -131,7 +135,13 @@ class MLAAttention(PagedLayer):
         check_attribute("indexer", indexer, "topk_indices_buffer", optional=True)
         check_number("scale", scale, optional=True)
         check_count("tokens_per_state", tokens_per_state)
-        check_flags({"return_lse": return_lse, "use_kv_connector": use_kv_connector})
+        check_flags(
+            {
+                "return_lse": return_lse,
+                "use_kv_connector": use_kv_connector,
+                "use_batch_invariant": use_batch_invariant,
+            }
+        )
         scale = 1 / math.sqrt(dimensions.qk_head_dim) if scale is None else float(scale)
         get_kv_quant_mode(kv_cache_dtype)  # An unknown format is the user's mistake, not a refusal.
         capability = DeviceCapability.of(device)
@@ -169,6 +179,7 @@ class MLAAttention(PagedLayer):
                 device_capability=capability,
                 return_lse=return_lse,
                 use_kv_connector=use_kv_connector,
+                use_batch_invariant=use_batch_invariant,
             ),
             backend,
         )

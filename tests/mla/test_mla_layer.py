@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import attnkit
+from attnkit.backends import MLA_BACKENDS
 from attnkit.backends.reference_mla import ReferenceMLABackend, ReferenceMLAImpl
 from attnkit.batch import make_batch
 from attnkit.compiled import forward_context
@@ -220,6 +221,22 @@ def test_what_is_no_plan_or_outside_the_cache_is_named(backend: str, sparse: boo
         beyond = make_batch([query_len], [16 + query_len], [[9, 3]], 16)
         with pytest.raises(BatchError, match=r"block.* (outside|0 to 8)"):
             layer(*tensors(query_len), cache, layer.build(beyond))
+
+
+def test_batch_invariance_is_asked_of_the_backend() -> None:
+    with pytest.raises(UnsupportedConfiguration) as refusal:
+        layer_of(use_batch_invariant=True)
+    named = [line for line in str(refusal.value).splitlines() if "batch invariance" in line]
+    assert len(named) == len(MLA_BACKENDS)
+
+    class Invariant(ReferenceMLABackend):
+        @classmethod
+        def supports_batch_invariance(cls) -> bool:
+            return True
+
+    assert layer_of(use_batch_invariant=True, backend=Invariant).backend is Invariant
+    with pytest.raises(ConfigurationError, match="use_batch_invariant"):
+        layer_of(use_batch_invariant="yes")
 
 
 def test_unknown_sizes_are_refused_with_the_backends_reason() -> None:

@@ -72,6 +72,12 @@ def explain(
     head_scales: Annotated[
         bool, typer.Option("--head-scales", help="One K/V scale per head.")
     ] = False,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="The same bits whatever the batch.")
+    ] = False,
+    kv_connector: Annotated[
+        bool, typer.Option("--kv-connector", help="Pages are copied out of and into the cache.")
+    ] = False,
     lse: Annotated[bool, typer.Option("--lse", help="Log-sum-exp wanted.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -95,6 +101,8 @@ def explain(
         "use_mm_prefix": mm_prefix,
         "use_tree_mask": tree,
         "use_per_head_quant_scales": head_scales,
+        "use_batch_invariant": batch_invariant,
+        "use_kv_connector": kv_connector,
         "return_lse": lse,
     }
     sizes = (heads, kv_heads, head_size, head_size_v, kv_cache_dtype, attn_type, mla)
@@ -218,6 +226,8 @@ def _describe(request: AttentionRequest) -> str:
         "tree": request.use_tree_mask,
         "sparse": request.use_sparse,
         "scale per head": request.use_per_head_quant_scales,
+        "batch invariant": request.use_batch_invariant,
+        "KV connector": request.use_kv_connector,
         "LSE": request.return_lse,
     }
     words = [

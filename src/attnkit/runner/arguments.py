@@ -48,6 +48,7 @@ def check_modes(
     *,
     enable_prefix_caching: bool,
     kv_connector: bool,
+    use_batch_invariant: bool,
     compile: bool,
     cuda_graphs: bool | None,
     debug_poison: bool,
@@ -61,6 +62,7 @@ def check_modes(
         {
             "enable_prefix_caching": enable_prefix_caching,
             "kv_connector": kv_connector,
+            "use_batch_invariant": use_batch_invariant,
             "compile": compile,
             "debug_poison": debug_poison,
         }
@@ -85,6 +87,7 @@ def check_backend(
     *,
     block_size: int | None = None,
     kv_connector: bool = False,
+    use_batch_invariant: bool = False,
 ) -> None:
     """Refuse a backend that is asked for by name and can serve no layer of any model here.
 
@@ -106,6 +109,7 @@ def check_backend(
                 f"dtype {dtype}",
             ),
             (not kv_connector or named.supports_kv_connector(), "a KV connector"),
+            (not use_batch_invariant or named.supports_batch_invariance(), "batch invariance"),
         )
         if not fits
     ]

@@ -31,6 +31,7 @@ class LayerMaker:
         backend: str | type[AttentionBackend],
         device: torch.device,
         use_kv_connector: bool,
+        use_batch_invariant: bool,
         index_cache_dtype: str,
         takes_ranges: bool,
     ) -> None:
@@ -39,6 +40,7 @@ class LayerMaker:
             backend: as in `attnkit.Attention`.
             device: where the model is.
             use_kv_connector: pages will be copied out of and into the cache.
+            use_batch_invariant: as in `attnkit.Attention`.
             index_cache_dtype: what indexers' keys are stored as.
             takes_ranges: prompts will come whose tokens see each other by type.
 
@@ -46,9 +48,13 @@ class LayerMaker:
             BackendError: there is no such backend.
         """
         self._backend, self._device = backend, device
-        self._use_kv_connector, self._index_cache_dtype = use_kv_connector, index_cache_dtype
+        self._asked = {
+            "use_kv_connector": use_kv_connector,
+            "use_batch_invariant": use_batch_invariant,
+        }
+        self._index_cache_dtype = index_cache_dtype
         self._takes_ranges = takes_ranges
-        self._keeps_latents = serves_latents(backend)
+        self._keeps_latents = serves_latents(backend, use_batch_invariant=use_batch_invariant)
         self._choose: Choose = functools.cache(select)
         self._lists: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -93,10 +99,10 @@ class LayerMaker:
             backend=self._backend,
             layer_name=fact.name,
             block_size=block_size,
-            use_kv_connector=self._use_kv_connector,
             indexer=None if chooser is None else chooser.indexer,
             vllm_config=config,
             choose=self._choose,
+            **self._asked,
         )
         layer.chooser = chooser
         return layer
@@ -150,9 +156,9 @@ class LayerMaker:
             backend=backend,
             layer_name=fact.name,
             block_size=block_size,
-            use_kv_connector=self._use_kv_connector,
             vllm_config=config,
             choose=self._choose,
+            **self._asked,
         )
 
 
@@ -165,14 +171,17 @@ def indexers_of(layers: Mapping[str, PagedLayer]) -> dict[str, LightningIndexer]
     }
 
 
-def serves_latents(backend: str | type[AttentionBackend]) -> bool:
-    """Layers that may keep latents do, unless somebody names a backend for keys and values.
+def serves_latents(
+    backend: str | type[AttentionBackend], *, use_batch_invariant: bool = False
+) -> bool:
+    """Layers that may keep latents do, unless somebody names a backend for keys and values, or names
+    none and asks for the batch invariance that some of those promise and none of ours over latents.
 
     Raises:
         BackendError: there is no such backend.
     """
     named = find_named(backend, here=False)
-    return named is None or named.is_mla()
+    return not use_batch_invariant if named is None else named.is_mla()
 
 
 def takes_ranges(fact: LayerFacts, backend: str | type[AttentionBackend]) -> bool:

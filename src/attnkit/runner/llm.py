@@ -81,6 +81,7 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool = True,
         kv_connector: bool = False,
+        use_batch_invariant: bool = False,
         weights: str | None = None,
         compile: bool = False,
         cuda_graphs: bool | None = None,
@@ -110,6 +111,11 @@ class LLM:
                 chunks. None: 2048 on a CPU, 8192 on a GPU.
             enable_prefix_caching: compute a beginning that prompts share once.
             kv_connector: `save_kv` and `load_kv` will be used; only backends that allow it are chosen.
+            use_batch_invariant: attention gives a request the same bits whichever others are in its batch;
+                only backends that promise it are chosen, and latents are expanded into keys and values,
+                since none promises it over latents. The rest of a model is torch's, which promises
+                nothing: products of one row and of several differ in their last bits on a CPU, and so do
+                some activations (docs/semantics.md says more).
             weights: "int8" or "int4": keep the weights of linear layers in codes, on a CPU. int4 makes
                 one stream faster; prompts and batches too on processors with AVX-512 VNNI that have
                 no products of bfloat16, elsewhere they may be slower. int8 halves the memory. None:
@@ -138,6 +144,7 @@ class LLM:
             where,
             enable_prefix_caching=enable_prefix_caching,
             kv_connector=kv_connector,
+            use_batch_invariant=use_batch_invariant,
             compile=compile,
             cuda_graphs=cuda_graphs,
             debug_poison=debug_poison,
@@ -153,7 +160,14 @@ class LLM:
         )
         check_dtype_name(dtype)
         check_index_format("index_cache_dtype", index_cache_dtype)
-        check_backend(backend, where, dtype, block_size=block_size, kv_connector=kv_connector)
+        check_backend(
+            backend,
+            where,
+            dtype,
+            block_size=block_size,
+            kv_connector=kv_connector,
+            use_batch_invariant=use_batch_invariant,
+        )
         tokens = max_num_batched_tokens
         tokens = (2048 if where.type == "cpu" else 8192) if tokens is None else tokens
         seqs = min(256, tokens) if max_num_seqs is None else max_num_seqs
@@ -197,6 +211,7 @@ class LLM:
             max_num_batched_tokens=tokens,
             capture_sizes=capture_sizes(seqs) if captures else (),
             use_kv_connector=kv_connector,
+            use_batch_invariant=use_batch_invariant,
             use_token_types=True,
             index_cache_dtype=index_cache_dtype,
         )

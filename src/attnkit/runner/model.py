@@ -85,6 +85,7 @@ class PackedModel:
         max_num_batched_tokens: int = 8192,
         capture_sizes: Sequence[int] = (),
         use_kv_connector: bool = False,
+        use_batch_invariant: bool = False,
         use_token_types: bool = False,
         index_cache_dtype: str = "auto",
     ) -> None:
@@ -100,6 +101,7 @@ class PackedModel:
             max_num_batched_tokens: most tokens in a step, likewise.
             capture_sizes: rows that decode steps may be captured with, smallest first, likewise.
             use_kv_connector: pages will be copied out of and into the cache.
+            use_batch_invariant: as in `attnkit.Attention`, for every layer.
             use_token_types: of a model whose tokens see each other by type, prompts with types will
                 come: its layers get a backend that does ranges, unless another is named.
             index_cache_dtype: what indexers' keys are stored as, one of `attnkit.indexer.INDEX_FORMATS`.
@@ -129,6 +131,7 @@ class PackedModel:
                 backend=backend,
                 device=self.device,
                 use_kv_connector=use_kv_connector,
+                use_batch_invariant=use_batch_invariant,
                 index_cache_dtype=index_cache_dtype,
                 takes_ranges=self.takes_ranges,
             )
