@@ -73,11 +73,47 @@ def test_the_library_is_built_once_and_kept(cache: Path, compiler: list[str]) ->
 
 
 def test_a_damaged_library_is_built_again(cache: Path, compiler: list[str]) -> None:
-    path = native._library_path()
+    path = native._library_path(compiler)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"\x7fELF, but no more than that")
     assert native_kernels() is not None
     check_case(Subject.of("cpu"), CASE)
+
+
+@pytest.mark.parametrize(
+    "how", ["no compiler", "one that is missing", "one that fails", "read-only"]
+)
+def test_what_another_compiler_built_serves_where_nothing_can_be_built(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: list[str], how: str
+) -> None:
+    assert native_kernels() is not None
+    (library,) = cache.glob("cpu/*")
+    (library.parent / f"{native._stem()}-0.so").write_bytes(b"damaged, and first to be tried")
+    native._decide.cache_clear()
+    if how == "no compiler":
+        monkeypatch.setenv("PATH", "")
+    elif how == "one that is missing":
+        monkeypatch.setenv("CC", "no-such-compiler")
+    else:
+        fails = how == "one that fails"
+        monkeypatch.setenv(
+            "CC", script(tmp_path, "exit 3" if fails else f'exec {compiler[0]} "$@"')
+        )
+    if how == "read-only":  # Root may write anywhere, so this is not done by permissions.
+
+        def refuse(**_: object) -> None:
+            raise OSError(30, "Read-only file system")
+
+        monkeypatch.setattr(native.tempfile, "mkstemp", refuse)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native_kernels() is not None
+    assert native_status().startswith(f"native: {library}")
+    check_case(Subject.of("cpu"), CASE)
+    native._decide.cache_clear()
+    monkeypatch.setattr(native, "_processor", lambda: "another")
+    with pytest.warns(RuntimeWarning, match="several times slower"):
+        assert native_kernels() is None
 
 
 def test_two_processes_may_build_at_once(cache: Path, compiler: list[str]) -> None:
@@ -98,21 +134,20 @@ def test_two_processes_may_build_at_once(cache: Path, compiler: list[str]) -> No
 def test_other_sources_flags_or_machines_are_other_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: list[str]
 ) -> None:
-    paths = [native._library_path()]
+    paths = [native._library_path(compiler)]
     for source in native.SOURCES[0].parent.glob("*.[ch]"):
         shutil.copy(source, tmp_path)
     sources = tuple(tmp_path / source.name for source in native.SOURCES)
     monkeypatch.setattr(native, "SOURCES", sources)
-    assert native._library_path() == paths[0]
+    assert native._library_path(compiler) == paths[0]
     for source in sorted(tmp_path.glob("*.[ch]")):
         source.write_text(source.read_text() + "/* changed */")
-        paths.append(native._library_path())
+        paths.append(native._library_path(compiler))
     monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-g"))
-    paths.append(native._library_path())
+    paths.append(native._library_path(compiler))
     monkeypatch.setattr(native, "_processor", lambda: "another")
-    paths.append(native._library_path())
-    monkeypatch.setenv("CC", script(tmp_path, "exit 1"))
-    paths.append(native._library_path())
+    paths.append(native._library_path(compiler))
+    paths.append(native._library_path([script(tmp_path, "exit 1")]))
     assert len(set(paths)) == len(paths)
 
 
@@ -135,7 +170,7 @@ def test_a_named_compiler_may_have_arguments(
     for arguments in ([compiler[0]], [compiler[0], "-m64"]):
         monkeypatch.setenv("CC", " ".join([wrapper, *arguments]))
         assert native._compiler() == [wrapper, *arguments]
-        paths.append(native._library_path())
+        paths.append(native._library_path(native._compiler()))
     assert paths[0] != paths[1]
 
 

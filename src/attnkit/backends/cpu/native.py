@@ -4,9 +4,10 @@ In: the C compiler at hand and the user's cache directory. Out: `native_kernels(
 torch path has to serve, and `native_status()`, one line that says which and why. The decision is
 made once a process. Whatever goes wrong costs speed, never an answer: one warning names the cause.
 
-The file's name holds a digest of all that could make it another file (source, flags, compiler,
-processor), so a home directory shared between machines is safe, and nothing is ever rebuilt in
-place: a build goes to a file of its own and is renamed, so that two processes may build at once.
+The file's name holds two digests of all that could make it another file: of source, flags and
+processor, and of the compiler. So a home directory shared between machines is safe, a library that
+another compiler built serves where this one cannot be run or is not there, and nothing is ever rebuilt
+in place: a build goes to a file of its own and is renamed, so that two processes may build at once.
 """
 
 from __future__ import annotations
@@ -107,8 +108,7 @@ def _decide() -> Native:
     if switch == "0":
         return Native(None, "torch: the native library is switched off (ATTNKIT_CPU_NATIVE=0)")
     try:
-        path = _library_path()
-        kernels = _load(path)
+        path, kernels = _load()
     except _Unavailable as reason:
         warnings.warn(
             f"the cpu backend runs in torch, several times slower: {reason}. {reason.remedy}, or set "
@@ -122,19 +122,31 @@ def _decide() -> Native:
     return Native(kernels, f"native: {path} on {threads}{matrices}")
 
 
-def _load(path: Path) -> NativeKernels:
-    """Load `path`, building it where it is missing or cannot be loaded."""
-    if path.exists():
-        try:
-            return NativeKernels(str(path), _parallel_address())
-        except (OSError, AttributeError):
-            pass  # Damaged: a new build replaces it.
-    _build(path)
+def _load() -> tuple[Path, NativeKernels]:
+    """The library of this compiler, built where it is missing or damaged; if that cannot be, one that
+    another compiler built of the same source for this processor."""
     try:
-        return NativeKernels(str(path), _parallel_address())
+        path = _library_path(_compiler())
+        if (kernels := _open(path)) is None:
+            _build(path)
+            kernels = NativeKernels(str(path), _parallel_address())
+        return path, kernels
+    except _Unavailable:
+        for path in _built_before():
+            if (kernels := _open(path)) is not None:
+                return path, kernels
+        raise
     except (OSError, AttributeError) as error:
         reason = f"the library built at {path} cannot be loaded ({error})"
         raise _Unavailable(reason, "Set CC to another C compiler") from error
+
+
+def _open(path: Path) -> NativeKernels | None:
+    """What is there; None: nothing, or it is damaged."""
+    try:
+        return NativeKernels(str(path), _parallel_address()) if path.exists() else None
+    except (OSError, AttributeError):
+        return None
 
 
 def _build(path: Path) -> None:
@@ -163,18 +175,27 @@ def _build(path: Path) -> None:
         Path(name).unlink(missing_ok=True)
 
 
-def _library_path() -> Path:
-    """Where the library of this source, compiler and processor is kept."""
-    compiler, *arguments = _compiler()
-    binary = os.stat(compiler)
-    facts = [
-        *(source.read_bytes() for source in sorted(SOURCES[0].parent.glob("*.[ch]"))),
-        " ".join((*arguments, *_flags())).encode(),
-        f"{os.path.realpath(compiler)} {binary.st_size} {binary.st_mtime_ns}".encode(),
-        _processor().encode(),
-    ]
-    digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:16]
-    return _cache_dir() / "cpu" / f"attend-{digest}.so"
+def _library_path(compiler: list[str]) -> Path:
+    """Where the library of this source, processor and compiler is kept."""
+    binary = os.stat(compiler[0])
+    version = f"{os.path.realpath(compiler[0])} {binary.st_size} {binary.st_mtime_ns}"
+    digest = _digest([*(part.encode() for part in compiler[1:]), version.encode()])
+    return _cache_dir() / "cpu" / f"{_stem()}-{digest}.so"
+
+
+def _built_before() -> list[Path]:
+    """Libraries of this source and processor, whatever compiler built them, in a fixed order."""
+    return sorted((_cache_dir() / "cpu").glob(f"{_stem()}-*.so"))
+
+
+def _stem() -> str:
+    """What the names of all libraries of this source, these flags and this processor begin with."""
+    sources = [source.read_bytes() for source in sorted(SOURCES[0].parent.glob("*.[ch]"))]
+    return f"attend-{_digest([*sources, ' '.join(_flags()).encode(), _processor().encode()])}"
+
+
+def _digest(facts: list[bytes]) -> str:
+    return hashlib.sha256(b"\0".join(facts)).hexdigest()[:12]
 
 
 def _compiler() -> list[str]:
