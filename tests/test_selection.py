@@ -6,6 +6,7 @@ import importlib.metadata
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ import attnkit
 from attnkit import registry, selection
 from attnkit import select as public_select
 from attnkit.backends import BACKENDS
+from attnkit.backends.flex.backend import FlexBackend
 from attnkit.backends.reference import ReferenceBackend, ReferenceImpl
 from attnkit.contract import AttentionBackend, DeviceCapability, MultipleOf
 from attnkit.errors import (
@@ -645,3 +647,17 @@ def test_values_as_wide_as_keys_are_no_question() -> None:
 
 def test_the_public_function_is_the_module_function() -> None:
     assert public_select is select
+
+
+def test_flex_comes_before_the_reference_where_it_is_faster() -> None:
+    """Eager on a CPU it is not, in steps of one token each."""
+    for device, attn_type, is_before in [
+        ("cpu", "decoder", False),
+        ("cpu", "encoder_decoder", False),
+        ("cpu", "encoder_only", True),
+        ("sm_90", "decoder", True),
+    ]:
+        asked = DeviceCapability.parse(device)
+        request = replace(PLAIN, device_capability=asked, attn_type=attn_type)
+        flex, reference = (b.estimate_cost(request) for b in (FlexBackend, ReferenceBackend))
+        assert (flex < reference) is is_before, (device, attn_type)
