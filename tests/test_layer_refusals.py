@@ -61,6 +61,14 @@ from small_layers import (
             {"kv_cache": make_cache().mT.contiguous().mT},
             "last dimension has stride 4; give one where it is 1",
         ),
+        (
+            {"kv_cache": make_cache()[:1].expand(9, -1, -1, -1)},
+            r"strides \(0, 64, 16, 1\), whose blocks or tokens lie in each other's memory",
+        ),
+        (
+            {"kv_cache": make_cache().as_strided((8, KV_HEADS, BLOCK, 2 * SIZE), (64, 64, 16, 1))},
+            "in each other's memory",
+        ),
         ({"k": torch.zeros(4, KV_HEADS, SIZE), "v": torch.zeros(4, KV_HEADS, SIZE)}, "4 keys for"),
     ],
 )
@@ -263,6 +271,56 @@ def test_a_freed_page_is_refused_where_a_query_looks() -> None:
     with pytest.raises(BatchError, match="null block"):
         layer.build(make_batch([2], [14], [[3, 0, 5, 6]], BLOCK, rswa_prefix_lens=[5]))
     assert make_batch([2], [14], [[3, 9, 5, 6]], BLOCK).freed_cpu is None
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "tables", "is_refused"),
+    [
+        ([1], [8], [[3, 3]], True),
+        ([1], [9], [[3, 4, 3]], True),
+        ([3], [12], [[5, 4, 4]], True),
+        ([1, 1], [8, 8], [[3, 4], [3, 5]], False),  # a common prefix
+        ([4, 1], [8, 9], [[3, 4], [3, 4, 5]], False),  # the second reads what the first writes
+        ([1], [9], [[3, 3, 4]], False),  # read twice, as if it held equal tokens
+        ([0, 1], [8, 1], [[3, 3], [5]], False),  # padding
+    ],
+)
+def test_a_block_that_is_written_stands_once_where_its_request_looks(
+    query_lens: list[int], seq_lens: list[int], tables: list[list[int]], is_refused: bool
+) -> None:
+    batch = make_batch(query_lens, seq_lens, tables, BLOCK)
+    for backend in ("cpu", "reference"):
+        layer = make_layer(backend, layer_name="a")
+        if is_refused:
+            with pytest.raises(BatchError, match=r"writes to block \d, which stands twice"):
+                layer.build(batch)
+        else:
+            layer.build(batch)
+
+
+def test_stale_ids_may_name_a_block_of_now() -> None:
+    """A page before the window was freed and given to the same request again."""
+    batch = make_batch([1], [12], [[6, 5, 6]], BLOCK)
+    make_layer("cpu", sliding_window=8).build(batch)
+    with pytest.raises(BatchError, match="block 6, which stands twice"):
+        make_layer("cpu", sliding_window=9).build(batch)
+    make_layer("cpu", attention_chunk_size=4).build(batch)
+    for prefix, is_seen in ((0, False), (1, True)):
+        layer = make_layer("reference", sliding_window=2, use_rswa=True)
+        batch = make_batch([1], [12], [[6, 5, 6]], BLOCK, rswa_prefix_lens=[prefix])
+        if is_seen:
+            with pytest.raises(BatchError, match="block 6, which stands twice"):
+                layer.build(batch)
+        else:
+            layer.build(batch)
+
+
+def test_two_tokens_in_one_slot_are_not_planned() -> None:
+    batch = make_batch([3], [3], [[3]], BLOCK)
+    twice = batch.replace(slot_mapping=torch.tensor([12, 13, 12]))
+    with pytest.raises(BatchError, match="two tokens of the batch have slot 12"):
+        make_layer().build(twice)
+    make_layer().build(batch.replace(slot_mapping=torch.tensor([-1, 13, -1])))
 
 
 def test_a_batch_with_a_mask_that_the_layer_was_not_built_for_is_not_planned() -> None:

@@ -101,6 +101,52 @@ def check_lengths(batch: CommonAttentionMetadata, block_size: int) -> None:
         )
 
 
+def check_written_once(batch: CommonAttentionMetadata, layer: Looks, block_size: int) -> None:
+    """Whether no place is written twice, in this step or by tokens of a request whose block stands twice
+    among those its queries look at. On a CPU only, as `check_lengths`.
+
+    Blocks that requests share are nobody's mistake: one may read in this step what another writes. Stale
+    ids, of blocks before a window, are not looked at.
+
+    Args:
+        batch: whose keys are the requests' own tokens.
+        layer: what it looks at.
+        block_size: of the layer.
+
+    Raises:
+        BatchError: one is.
+    """
+    tensors = (batch.seq_lens, batch.slot_mapping, batch.block_table_tensor)
+    if any(x.device.type != "cpu" for x in tensors):
+        return
+    lens, slots, table = (x.numpy() for x in tensors)
+    query_lens = np.diff(batch.query_start_loc_cpu[: batch.num_reqs + 1].numpy())
+    rows = np.repeat(np.arange(batch.num_reqs), query_lens)
+    slots = slots[: len(rows)]
+    places = np.sort(slots[slots >= 0])
+    for slot in places[1:][places[1:] == places[:-1]]:
+        raise BatchError(
+            f"two tokens of the batch have slot {slot} in slot_mapping, and would overwrite each other; "
+            "give each a slot of its own, or -1"
+        )
+    pairs = np.stack([rows, slots // block_size], axis=1)[slots >= 0]
+    pairs = pairs[np.append(True, (pairs[1:] != pairs[:-1]).any(axis=1))[: len(pairs)]]
+    lens = lens[: batch.num_reqs]
+    prefix = np.zeros_like(lens)
+    if batch.rswa_prefix_lens is not None and layer.use_rswa:
+        prefix = batch.rswa_prefix_lens.numpy()
+    first = _first_seen(batch, layer, lens - query_lens)
+    (of, blocks), starts = pairs.T, np.arange(table.shape[1]) * block_size
+    seen = (starts + block_size > first[of, None]) | (starts < prefix[of, None])
+    seen &= starts < lens[of, None]
+    twice = ((table[of] == blocks[:, None]) & seen).sum(axis=1) > 1
+    for pair in np.flatnonzero(twice):
+        raise BatchError(
+            f"request {of[pair]} writes to block {blocks[pair]}, which stands twice in its block table "
+            f"where layer {layer.layer_name} looks; give each part of a request a block of its own"
+        )
+
+
 def check_masks(batch: CommonAttentionMetadata, layer: Looks) -> None:
     """Whether the layer was built for the batch's masks: a backend that was not asked for one would
     leave it out in silence.

@@ -27,6 +27,7 @@ from attnkit.contract import (
 from attnkit.errors import BatchError, ConfigurationError, UnknownBackend, UnsupportedConfiguration
 from attnkit.kvcache.codecs import Fp8PerTokenHeadCodec
 from attnkit.mla.index_kernels import IndexKernels
+from attnkit.step_checks import check_places
 
 INDEX_FORMATS = ("fp8", "auto", "float16", "bfloat16", "float32")
 """What keys may be stored as: float8 codes with a scale per token, as they come ("auto"), or a dtype."""
@@ -215,6 +216,7 @@ class LightningIndexer:
                 f"{self.layer_name} got a kv_cache of {kv_cache.dtype} {tuple(kv_cache.shape)}; its "
                 f"blocks are {page} of {self._dtype}"
             )
+        check_places(self.layer_name, kv_cache)
         lists = self.topk_indices_buffer
         if num_tokens > lists.shape[0]:
             raise BatchError(

@@ -17,7 +17,13 @@ import torch
 from torch import nn
 
 from attnkit.arguments import check_count, check_dtype, check_kind, check_text
-from attnkit.batch_checks import check_batch, check_freed, check_lengths, check_masks
+from attnkit.batch_checks import (
+    check_batch,
+    check_freed,
+    check_lengths,
+    check_masks,
+    check_written_once,
+)
 from attnkit.compiled import current_forward_context, new_handle, order_token
 from attnkit.contract import (
     AttentionBackend,
@@ -206,7 +212,8 @@ class PagedLayer(nn.Module):
         Raises:
             BatchError: the batch's tensors are too short for its tokens or requests, or of other
                 dtypes than `CommonAttentionMetadata` says; or its lengths contradict each other; or it
-                has a mask that the layer was not built for, or the null block where the layer looks.
+                has a mask that the layer was not built for, or the null block where the layer looks,
+                or, looked at on a CPU only, tokens that would overwrite each other.
         """
         check_batch(common_attn_metadata, self.block_size)
         self._check_masks(common_attn_metadata)
@@ -215,6 +222,7 @@ class PagedLayer(nn.Module):
         ):  # Others have other keys than the batch's tokens.
             check_lengths(common_attn_metadata, self.block_size)
             check_freed(common_attn_metadata, self)
+            check_written_once(common_attn_metadata, self, self.block_size)
         if common_attn_metadata.block_size is None:  # So that the plan will say it.
             common_attn_metadata = common_attn_metadata.replace(block_size=self.block_size)
         if self._builder is None:

@@ -11,6 +11,7 @@ import torch
 
 from attnkit.contract import AttentionImplBase, AttentionType, CommonAttentionMetadata
 from attnkit.errors import BatchError, UnsupportedConfiguration
+from attnkit.kvcache.layout import are_places_apart
 from attnkit.output_quant import QuantizedOutput
 from attnkit.selection import Selection
 
@@ -124,7 +125,7 @@ def check_cache(
     layer: Called, kv_cache: torch.Tensor | None, page: tuple[int, int, int, torch.dtype] | None
 ) -> None:
     """Whether a cache is there, on the layer's device, and its blocks look like `page`, with the numbers
-    of a token side by side.
+    of a token side by side and no two of all in one place.
 
     Raises:
         BatchError: they do not.
@@ -149,6 +150,21 @@ def check_cache(
         raise BatchError(
             f"layer {layer.layer_name} got a cache whose last dimension has stride "
             f"{kv_cache.stride(-1)}; give one where it is 1, the others may have any"
+        )
+    check_places(layer.layer_name, kv_cache)
+
+
+def check_places(layer_name: str, kv_cache: torch.Tensor) -> None:
+    """Whether a cache has a place for each of its numbers, which an expanded one has not.
+
+    Raises:
+        BatchError: what is written to a block would be written to others too.
+    """
+    if not are_places_apart(kv_cache.shape, kv_cache.stride()):
+        raise BatchError(
+            f"layer {layer_name} got a cache of shape {tuple(kv_cache.shape)} and strides "
+            f"{kv_cache.stride()}, whose blocks or tokens lie in each other's memory; give one that has "
+            "memory for all of them"
         )
 
 

@@ -1,8 +1,8 @@
 """A request's bits alone and among others, in models whose layers were asked for batch invariance.
 
-The attention is ours, and so is the promise. The rest of a model is torch's, whose products on a CPU have
-other last bits for one row than for several, so these models multiply row by row and have activations
-that do not round.
+The attention is ours, and so is the promise. The rest of a model is torch's, whose products on a CPU
+have other last bits for one row than for several, so these models multiply row by row and have
+activations that do not round.
 """
 
 from __future__ import annotations

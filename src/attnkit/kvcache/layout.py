@@ -2,12 +2,13 @@
 
 In: specs, a number of blocks and a layout. Out: tensors of the logical shape (B, H, N, C) per
 layer, all of one allocation or one each, whose strides follow the layout. Kernels read strides and
-never ask for the layout.
+never ask for the layout. `are_places_apart` is asked of caches that somebody else made.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import mmap
 from collections.abc import Sequence
@@ -53,6 +54,18 @@ def allocate(
     memory = _zeros([shape[dim] for dim in order], first.dtype, device)
     layers = memory.permute([order.index(dim) for dim in range(5)]).unbind(0)
     return [[layer] * len(specs) for specs, layer in zip(storages, layers, strict=True)]
+
+
+@functools.lru_cache(maxsize=256)  # A layer asks in every step.
+def are_places_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether no two numbers of a tensor lie in one place: each stride steps over all that the smaller
+    ones reach. Strides that interleave otherwise are of no layout, and count as not apart."""
+    reach = 0
+    for stride, size in sorted((x, n) for x, n in zip(strides, shape, strict=True) if n > 1):
+        if stride <= reach:
+            return False
+        reach += (size - 1) * stride
+    return True
 
 
 def allocate_old_generation(

@@ -111,11 +111,11 @@ class LLM:
                 chunks. None: 2048 on a CPU, 8192 on a GPU.
             enable_prefix_caching: compute a beginning that prompts share once.
             kv_connector: `save_kv` and `load_kv` will be used; only backends that allow it are chosen.
-            use_batch_invariant: attention gives a request the same bits whichever others are in its batch;
-                only backends that promise it are chosen, and latents are expanded into keys and values,
-                since none promises it over latents. The rest of a model is torch's, which promises
-                nothing: products of one row and of several differ in their last bits on a CPU, and so do
-                some activations (docs/semantics.md says more).
+            use_batch_invariant: attention gives a request the same bits whichever others are in its
+                batch; only backends that promise it are chosen, and latents are expanded into keys and
+                values, since none promises it over latents. The rest of a model is torch's, which
+                promises nothing: products of one row and of several differ in their last bits on a CPU,
+                and so do some activations (docs/semantics.md says more).
             weights: "int8" or "int4": keep the weights of linear layers in codes, on a CPU. int4 makes
                 one stream faster; prompts and batches too on processors with AVX-512 VNNI that have
                 no products of bfloat16, elsewhere they may be slower. int8 halves the memory. None:
