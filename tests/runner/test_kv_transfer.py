@@ -221,6 +221,37 @@ def test_the_file_of_another_model_or_dtype_is_refused(saved, tmp_path):
             connector.load(dataclasses.replace(wanted, layers=changed))
 
 
+def test_what_a_connector_of_ones_own_gives_is_looked_at(saved):
+    folder, file, _ = saved
+    llm = make_llm(folder)
+    wanted = llm.engine.empty_prefix(llm._checked_fingerprint())
+    right = SafetensorsFile(file).load(wanted)
+    name, layer = next(iter(right.layers.items()))
+    short = {**right.layers, name: dataclasses.replace(layer, rows=layer.rows[1:])}
+
+    class Store:
+        def __init__(self, contents: Any) -> None:
+            self.contents = contents
+
+        def load(self, wanted: Any) -> Any:
+            return self.contents
+
+        save = load
+
+    for contents, named in (
+        (None, "load of Store gave NoneType"),
+        (dataclasses.replace(right, model="another"), "Store holds .* of another model"),
+        (dataclasses.replace(right, layers=short), "Store has .* it is damaged"),
+    ):
+        with pytest.raises(CacheError, match=named):
+            llm.load_kv(Store(contents))
+    assert llm.engine.manager.pool.num_cached == 0
+    assert llm.load_kv(Store(right)) == 80
+    for no_path in (None, 3):
+        with pytest.raises(ConfigurationError, match="give the path of a file"):
+            SafetensorsFile(no_path)
+
+
 def test_room_and_permission_are_asked_for_first(saved, tmp_path):
     folder, file, tokens = saved
     small = make_llm(folder, num_blocks=8)

@@ -385,6 +385,10 @@ def test_progress_is_reported_after_each_step(folder):
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 4)]
     llm.generate([[1], [2]], params, progress=lambda *now: seen.append(now))
     assert seen == [(0, 2, 2), (1, 2, 4), (1, 2, 5), (2, 2, 6)]
+    for ask in (llm.generate, llm.chat):
+        with pytest.raises(RequestError, match=r"progress 3 .* a function of"):
+            ask([[1]], progress=3)  # type: ignore[arg-type]
+    assert llm.stats.num_steps == len(seen)
 
 
 def test_chat_is_the_template_and_generate(folder):
@@ -397,7 +401,7 @@ def test_chat_is_the_template_and_generate(folder):
     assert tokens(answer) == tokens(llm.generate(answer[0].prompt_token_ids, GREEDY))
     assert tokens(llm.chat([conversation, conversation], GREEDY)) == tokens(answer) * 2
     assert llm.chat([], GREEDY) == []
-    with pytest.raises(RequestError, match="refuses"):
+    with pytest.raises(RequestError, match="a conversation is int"):
         llm.chat([5], GREEDY)  # type: ignore[list-item]
     for nothing in (3.5, "hi", {"role": "user"}, torch.zeros(2)):
         with pytest.raises(RequestError, match="messages is"):
@@ -405,6 +409,20 @@ def test_chat_is_the_template_and_generate(folder):
     for refused in ([[]], [{"role": "user", "content": "\ud800"}]):
         with pytest.raises(RequestError, match="conversation"):
             llm.chat(refused, GREEDY)
+    for message, named in (
+        ("hi", "message 0 of a conversation is str"),
+        ({"role": "user"}, "content of message 0 of a conversation is missing"),
+        ({"role": "user", "content": None}, "content .* is missing"),
+        ({"role": "user", "content": 3}, "content .* is int"),
+        ({"role": "user", "content": [{"type": "text", "text": "hi"}]}, "content .* is list"),
+        ({"content": "hi"}, "role of message 0 of a conversation is missing"),
+        ({"role": 1, "content": "hi"}, "role .* is int"),
+    ):
+        for ask in (lambda said: llm.chat([said], GREEDY), llm.encode_chat):
+            with pytest.raises(RequestError, match=named):
+                ask([message])  # type: ignore[list-item]
+    called = {"role": "assistant", "content": None, "tool_calls": []}
+    assert llm.encode_chat([called])[0] == "<|assistant|><|end|><|assistant|>"
     llm.tokenizer.chat_template = "{{ raise_exception('users must speak first') }}"
     with pytest.raises(RequestError, match="users must speak first"):
         llm.chat(conversation, GREEDY)
@@ -444,6 +462,8 @@ def test_logprobs_belong_to_the_tokens(folder):
 def test_settings_that_are_not_allowed_are_named_before_weights_are_loaded(folder, monkeypatch):
     with pytest.raises(CacheError, match="5 bytes"):  # Of pages whose size the model decides.
         make_llm(folder, num_blocks=None, kv_cache_bytes=5)
+    with pytest.raises(CacheError, match="more than int32 block ids can name"):
+        make_llm(folder, num_blocks=10**12)
     monkeypatch.setattr("attnkit.runner.llm.load_model", None)
     cases = [
         ({"dtype": 8}, ConfigurationError, "dtype 8 is not known"),
@@ -451,6 +471,7 @@ def test_settings_that_are_not_allowed_are_named_before_weights_are_loaded(folde
         ({"weights": np.zeros(2)}, ConfigurationError, "weights array.* is not known"),
         ({"seed": "a"}, ConfigurationError, "seed 'a'"),
         ({"cuda_graphs": True}, ConfigurationError, "would run on cpu"),
+        ({"notice": 3}, ConfigurationError, "notice 3 .* a function of a line of text"),
         ({"compile": "no"}, ConfigurationError, "compile 'no' .* True or False"),
         ({"backend": "flash_attn"}, BackendError, "flash_attn cannot run on this machine"),
         ({"backend": None}, BackendError, "is None, not a subclass"),

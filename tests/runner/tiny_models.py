@@ -146,6 +146,7 @@ def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     with torch.inference_mode():
         out = model.generate(
             torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),  # Or token 0 would count as padding.
             do_sample=False,
             max_new_tokens=num_tokens,
             eos_token_id=[],

@@ -63,7 +63,7 @@ class KVConnector(Protocol):
                 say which shape, dtype and format theirs have.
 
         Raises:
-            CacheError: there is none, it is damaged, or `check_fits` refuses it.
+            CacheError: there is none, or it is damaged. That it fits, the engine finds out.
         """
         ...
 

@@ -31,6 +31,34 @@ def as_conversations(
     return list(many)
 
 
+def check_messages(messages: Any) -> None:
+    """Refuse what templates make a text of that nobody meant: most print what they do not know.
+
+    Raises:
+        RequestError: this is no conversation, or a message says something else than a text.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise RequestError(
+            f"a conversation is {type(messages).__name__}; give a list of "
+            "{'role': ..., 'content': ...}"
+        )
+    for place, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(
+                f"message {place} of a conversation is {type(message).__name__}; give "
+                "{'role': ..., 'content': ...}"
+            )
+        # A call of a tool is a message without a text.
+        may_lack = message.keys() - {"role", "content"}
+        for key in ("role", "content"):
+            said = message.get(key)
+            if not isinstance(said, str) and not (said is None and key == "content" and may_lack):
+                what = "is missing" if said is None else f"is {type(said).__name__}"
+                raise RequestError(
+                    f"{key} of message {place} of a conversation {what}; give a text"
+                )
+
+
 def render(tokenizer: Any, name: str, messages: Sequence[Message]) -> str:
     """A conversation as the text that its answer continues.
 
@@ -39,10 +67,11 @@ def render(tokenizer: Any, name: str, messages: Sequence[Message]) -> str:
         name: of the model, for errors.
 
     Raises:
-        RequestError: the template refuses these messages.
+        RequestError: these are no messages, or the template refuses them.
     """
     from jinja2 import TemplateError
 
+    check_messages(messages)
     try:
         text = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=False

@@ -115,12 +115,13 @@ class Engine:
 
         Raises:
             ConfigurationError: a bound is not allowed.
-            CacheError: fewer than two pages.
+            CacheError: fewer than two pages, or more than there is memory for.
         """
         self.model = model
+        # Memory first, which says what it has no room for; a list of as many ids would end the process.
+        self.cache = model.allocate(num_blocks, poison=poison)
         pool = BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching)
         self.manager = BlockManager(pool, model.kv_plan.retentions)
-        self.cache = model.allocate(num_blocks, poison=poison)
         self._planner = StepPlanner(model)
         self.scheduler = Scheduler(
             self.manager,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from attnkit.arguments import check_kind
 from attnkit.errors import CacheError
 from attnkit.kvcache.transfer import LayerContents, PrefixContents, check_fits
 
@@ -26,6 +27,14 @@ class SafetensorsFile:
     """One prefix in one file."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        """
+        Args:
+            path: of the file, which need not be there.
+
+        Raises:
+            ConfigurationError: this is no path.
+        """
+        check_kind("path", path, (str, os.PathLike), "the path of a file")
         self.path = Path(path)
 
     def check_writable(self) -> None:

@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from attnkit.arguments import check_attribute
+from attnkit.arguments import check_attribute, check_callable
 from attnkit.contract import AttentionBackend
 from attnkit.errors import CacheError, ConfigurationError, ModelError, RequestError
 from attnkit.garbage import collection_paused
 from attnkit.indexer import check_index_format
-from attnkit.kvcache.transfer import KVConnector
+from attnkit.kvcache.transfer import KVConnector, PrefixContents, check_fits
 from attnkit.runner.arguments import check_backend, check_counts, check_modes, check_two_sided
 from attnkit.runner.chat import Message, as_conversations, render
 from attnkit.runner.checkpoint import resolve_checkpoint
@@ -55,6 +55,7 @@ from attnkit.runner.two_sides import decoder_start
 from attnkit.runner.weights import check_weights, quantize_linears
 
 Progress: TypeAlias = Callable[[int, int, int], None]
+_PROGRESS = "the prompts finished, their number, and the tokens so far"
 
 
 class LLM:
@@ -139,6 +140,7 @@ class LLM:
             BackendError: no such backend, or it cannot serve the model; with every reason.
             CacheError: the memory holds no page.
         """
+        check_callable("notice", notice, "a line of text")
         where = choose_device(device)
         check_modes(
             where,
@@ -298,6 +300,7 @@ class LLM:
             RequestError: a prompt or its parameters are not allowed, by its index; nothing has run.
             Interrupted: Ctrl-C; a KeyboardInterrupt that has the unfinished outputs.
         """
+        check_callable("progress", progress, _PROGRESS, error=RequestError)
         many = as_prompts(prompts)
         params = params_for(sampling_params, len(many))
         encoded = [self._prompts.read(index, prompt) for index, prompt in enumerate(many)]
@@ -319,6 +322,7 @@ class LLM:
             ModelError: the model has no chat template.
             RequestError: these are no conversations, or the template refuses them, or as `generate`.
         """
+        check_callable("progress", progress, _PROGRESS, error=RequestError)
         many = as_conversations(messages)
         params = params_for(sampling_params, len(many))
         texts = [self.encode_chat(conversation) for conversation in many]
@@ -423,7 +427,14 @@ class LLM:
         """
         check_attribute("connector", connector, "load")
         wanted = self.engine.empty_prefix(self._checked_fingerprint())
-        return self.engine.import_prefix(connector.load(wanted))
+        contents, name = connector.load(wanted), type(connector).__name__
+        if not isinstance(contents, PrefixContents):
+            raise CacheError(
+                f"load of {name} gave {type(contents).__name__}; let it give PrefixContents, or raise "
+                "CacheError where it has none"
+            )
+        check_fits(contents, wanted, name)
+        return self.engine.import_prefix(contents)
 
     def _checked_fingerprint(self) -> str:
         if self._fingerprint is None:

@@ -17,7 +17,7 @@ class CompletionOutput:
 
     Attributes:
         index: its number among the prompt's continuations; always 0.
-        text: the continuation. Stop strings and end tokens are not part of it unless asked for.
+        text: the continuation. Stop strings, end tokens and stop tokens are not part of it.
         token_ids: its tokens, a stop token included.
         finish_reason: "stop" (end token, stop token or stop string), "length" (max_tokens or the
             model's longest sequence), "abort" (cancelled), "error" (see `RequestOutput.error`); None
