@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from attnkit import Attention, PagedKVCache, forward_context, make_batch
+from attnkit import Attention, MLAAttention, PagedKVCache, forward_context, make_batch
 from attnkit.backends.reference import ReferenceBackend, ReferenceImpl
 from attnkit.contract import (
     CommonAttentionMetadata,
+    MLADimensions,
+    ParallelConfig,
+    VllmConfig,
 )
 from attnkit.errors import BatchError, ConfigurationError, UnsupportedConfiguration
 from small_layers import (
@@ -478,3 +481,24 @@ def test_a_layer_that_wants_batch_invariance_gets_it_or_the_reason() -> None:
     assert make_layer("auto", use_batch_invariant=True).backend.supports_batch_invariance()
     with pytest.raises(UnsupportedConfiguration, match=r"flex cannot serve .*batch invariance"):
         make_layer("flex", head_size=16, use_batch_invariant=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    [
+        ({"decode_context_parallel_size": 2}, r"cpu cannot serve .*\(DCP\) is asked for"),
+        ({"prefill_context_parallel_size": 4}, r"cpu cannot serve .*\(PCP\) is asked for"),
+    ],
+)
+def test_a_configuration_with_context_parallelism_asks_the_backend_for_it(
+    sizes: dict[str, int], named: str
+) -> None:
+    config = VllmConfig(parallel_config=ParallelConfig(**sizes))
+    with pytest.raises(UnsupportedConfiguration, match=named):
+        make_layer("cpu", vllm_config=config)
+    dimensions = MLADimensions(
+        kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8
+    )
+    project = torch.nn.Linear(16, 16, bias=False)
+    with pytest.raises(UnsupportedConfiguration, match=named.replace("cpu", "cpu_mla")):
+        MLAAttention(1, dimensions, project, backend="cpu_mla", vllm_config=config)

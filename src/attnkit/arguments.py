@@ -124,23 +124,6 @@ def check_kind(
         )
 
 
-def check_callable(
-    name: str,
-    value: Any,
-    wanted: str,
-    *,
-    error: type[AttnkitError] = ConfigurationError,
-) -> None:
-    """Something that can be called, or None.
-
-    Args:
-        wanted: what it is called with, in words.
-        error: to raise.
-    """
-    if value is not None and not callable(value):
-        raise error(f"{name} {_shown(value)} is not allowed; give a function of {wanted}, or None")
-
-
 def check_attribute(name: str, value: Any, attribute: str, *, optional: bool = False) -> None:
     """An object with an attribute, which is looked for and not looked at: a property may have nothing to
     say yet.

@@ -119,7 +119,8 @@ class Attention(PagedLayer):
             use_per_head_quant_scales: `_q_scale`, `_k_scale` and `_v_scale` have one entry per KV head
                 instead of one for all.
             use_batch_invariant: a request's bits may not depend on which others are in its batch.
-            vllm_config: engine configuration handed to the builder; None: the defaults.
+            vllm_config: engine configuration handed to the builder; None: the defaults. Of context
+                parallelism, which a backend must do, it is read here.
             choose: who chooses the backend; `functools.cache(select)` for many layers that ask alike.
 
         Raises:
@@ -222,6 +223,7 @@ class Attention(PagedLayer):
                 use_alibi_sqrt=use_alibi_sqrt,
                 has_logits_soft_cap=bool(logits_soft_cap),
                 return_lse=return_lse,
+                **self._parallelism(),
             ),
             backend,
         )

@@ -119,7 +119,8 @@ class MLAAttention(PagedLayer):
                 divides `block_size`. The row that comes with the last of them is kept, those of the
                 others are not read, and a query sees the rows that are whole at its position, which
                 is also what an indexer then counts. Any backend does it (`compressed`).
-            vllm_config: engine configuration handed to the builder; None: the defaults.
+            vllm_config: engine configuration handed to the builder; None: the defaults. Of context
+                parallelism, which a backend must do, it is read here.
             choose: who chooses the backend; `functools.cache(select)` for many layers that ask alike.
 
         Raises:
@@ -180,6 +181,7 @@ class MLAAttention(PagedLayer):
                 return_lse=return_lse,
                 use_kv_connector=use_kv_connector,
                 use_batch_invariant=use_batch_invariant,
+                **self._parallelism(),
             ),
             backend,
         )

@@ -33,6 +33,7 @@ from attnkit.contract import (
     AttentionSpec,
     AttentionType,
     CommonAttentionMetadata,
+    ParallelConfig,
     VllmConfig,
 )
 from attnkit.errors import BatchError, ConfigurationError
@@ -163,6 +164,14 @@ class PagedLayer(nn.Module):
         # A copy is a layer of its own: under the handle of the original, compiled code would run that.
         super().__setstate__(state)
         self._handle = new_handle(self)
+
+    def _parallelism(self) -> dict[str, bool]:
+        """What the engine's configuration asks of a backend, as fields of the request for one."""
+        parallel = getattr(self.vllm_config, "parallel_config", ParallelConfig())
+        return {
+            "use_dcp": parallel.decode_context_parallel_size > 1,
+            "use_pcp": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        }
 
     def get_kv_cache_spec(self, block_size: int | None = None) -> AttentionSpec | None:
         """What this layer keeps in the cache; None if nothing."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from attnkit.contract import (
     FullAttentionSpec,
     KVCacheLayout,
     MLAAttentionSpec,
+    MultipleOf,
     SlidingWindowSpec,
 )
 from attnkit.errors import CacheError
@@ -25,7 +28,7 @@ BLOCKS, HEADS, TOKENS, SIZE, SIZE_V = 5, 3, 4, 6, 2
 CPU = torch.device("cpu")
 
 
-def _spec(dtype: torch.dtype = torch.float32, **changes: int) -> FullAttentionSpec:
+def _spec(dtype: torch.dtype = torch.float32, **changes: Any) -> FullAttentionSpec:
     facts = {"block_size": TOKENS, "num_kv_heads": HEADS, "head_size": SIZE, "head_size_v": SIZE_V}
     return FullAttentionSpec(**{**facts, **changes}, dtype=dtype)
 
@@ -110,6 +113,20 @@ def test_padding_lies_between_pages(layout: KVCacheLayout) -> None:
     cache["padded"].fill_(1.0)
     memory = torch.empty(0, dtype=torch.float32).set_(cache["padded"].untyped_storage())
     assert int((memory == 0).sum()) == BLOCKS * 32 // 4
+
+
+@pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.BLHNC])
+def test_blocks_lie_as_far_apart_as_a_spec_wants(layout: KVCacheLayout) -> None:
+    for base in (1, 2, 4):
+        spec = _spec(block_stride_alignment=MultipleOf(base))
+        PagedKVCache({"a": spec}, BLOCKS, layout=layout)
+    spec = _spec(block_stride_alignment=MultipleOf(3))
+    with pytest.raises(CacheError, match=r"384 bytes are no multiple of 288, the bytes of the 3"):
+        PagedKVCache({"a": spec}, BLOCKS, layout=layout)
+    padded = replace(spec, page_size_padded=576)
+    if layout.is_layer_compact:
+        cache = PagedKVCache({"a": padded}, BLOCKS, layout=layout)["a"]
+        assert cache.stride(0) * cache.element_size() == 576
 
 
 def test_padding_must_be_whole_elements() -> None:

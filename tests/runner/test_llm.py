@@ -386,7 +386,7 @@ def test_progress_is_reported_after_each_step(folder):
     llm.generate([[1], [2]], params, progress=lambda *now: seen.append(now))
     assert seen == [(0, 2, 2), (1, 2, 4), (1, 2, 5), (2, 2, 6)]
     for ask in (llm.generate, llm.chat):
-        with pytest.raises(RequestError, match=r"progress 3 .* a function of"):
+        with pytest.raises(ConfigurationError, match=r"progress 3 .* a function of"):
             ask([[1]], progress=3)  # type: ignore[arg-type]
     assert llm.stats.num_steps == len(seen)
 
@@ -471,7 +471,7 @@ def test_settings_that_are_not_allowed_are_named_before_weights_are_loaded(folde
         ({"weights": np.zeros(2)}, ConfigurationError, "weights array.* is not known"),
         ({"seed": "a"}, ConfigurationError, "seed 'a'"),
         ({"cuda_graphs": True}, ConfigurationError, "would run on cpu"),
-        ({"notice": 3}, ConfigurationError, "notice 3 .* a function of a line of text"),
+        ({"notice": 3}, ConfigurationError, "notice 3 .* a function of a line"),
         ({"compile": "no"}, ConfigurationError, "compile 'no' .* True or False"),
         ({"backend": "flash_attn"}, BackendError, "flash_attn cannot run on this machine"),
         ({"backend": None}, BackendError, "is None, not a subclass"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import mmap
 from collections.abc import Sequence
@@ -39,8 +40,11 @@ def allocate(
 
     Raises:
         CacheError: the layout cannot hold these specs. Layer-compact layouts allocate each storage
-            alone; the others interleave layers, whose pages must then have one shape.
+            alone; the others interleave layers, whose pages must then have one shape. Or blocks would
+            lie closer than a `block_stride_alignment` allows.
     """
+    for spec in itertools.chain(*storages):
+        _check_alignment(spec)
     if layout.is_layer_compact:
         return [_views(specs, num_blocks, layout, device) for specs in storages]
     first, everyone = storages[0][0], [spec for specs in storages for spec in specs]
@@ -141,6 +145,24 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
         with contextlib.suppress(OSError):  # A kernel may know the word and have none.
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _check_alignment(spec: AttentionSpec) -> None:
+    """Whether blocks that lie page after page begin where the spec wants them to.
+
+    Raises:
+        CacheError: they would not.
+    """
+    if spec.block_stride_alignment is None:
+        return
+    num_tokens = spec.block_stride_alignment.base
+    if spec.page_size_bytes * spec.block_size % (num_tokens * spec.unpadded_page_size_bytes):
+        unit = num_tokens * spec.unpadded_page_size_bytes // spec.block_size
+        raise CacheError(
+            f"pages of {spec.page_size_bytes} bytes are no multiple of {unit}, the bytes of the "
+            f"{num_tokens} tokens in block_stride_alignment; give a block_size that is one, or "
+            "page_size_padded"
+        )
 
 
 def _page(spec: AttentionSpec) -> tuple[int, int, int, torch.dtype]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ class LayerMaker:
             BackendError: there is no such backend.
         """
         self._backend, self._device = backend, device
-        self._asked = {
+        self._asked: dict[str, Any] = {
             "use_kv_connector": use_kv_connector,
             "use_batch_invariant": use_batch_invariant,
         }

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from attnkit.arguments import check_attribute, check_callable
+from attnkit.arguments import check_attribute, check_kind
 from attnkit.contract import AttentionBackend
 from attnkit.errors import CacheError, ConfigurationError, ModelError, RequestError
 from attnkit.garbage import collection_paused
@@ -55,7 +55,6 @@ from attnkit.runner.two_sides import decoder_start
 from attnkit.runner.weights import check_weights, quantize_linears
 
 Progress: TypeAlias = Callable[[int, int, int], None]
-_PROGRESS = "the prompts finished, their number, and the tokens so far"
 
 
 class LLM:
@@ -140,7 +139,7 @@ class LLM:
             BackendError: no such backend, or it cannot serve the model; with every reason.
             CacheError: the memory holds no page.
         """
-        check_callable("notice", notice, "a line of text")
+        check_kind("notice", notice, Callable, "a function of a line", optional=True)  # type: ignore[arg-type]
         where = choose_device(device)
         check_modes(
             where,
@@ -300,7 +299,7 @@ class LLM:
             RequestError: a prompt or its parameters are not allowed, by its index; nothing has run.
             Interrupted: Ctrl-C; a KeyboardInterrupt that has the unfinished outputs.
         """
-        check_callable("progress", progress, _PROGRESS, error=RequestError)
+        _check_progress(progress)
         many = as_prompts(prompts)
         params = params_for(sampling_params, len(many))
         encoded = [self._prompts.read(index, prompt) for index, prompt in enumerate(many)]
@@ -322,7 +321,7 @@ class LLM:
             ModelError: the model has no chat template.
             RequestError: these are no conversations, or the template refuses them, or as `generate`.
         """
-        check_callable("progress", progress, _PROGRESS, error=RequestError)
+        _check_progress(progress)
         many = as_conversations(messages)
         params = params_for(sampling_params, len(many))
         texts = [self.encode_chat(conversation) for conversation in many]
@@ -505,3 +504,8 @@ class LLM:
             self.engine.abort(entries)
             raise
         return [entry.output() for entry in entries]
+
+
+def _check_progress(progress: object) -> None:
+    wanted = "a function of three numbers"
+    check_kind("progress", progress, Callable, wanted, optional=True)  # type: ignore[arg-type]
