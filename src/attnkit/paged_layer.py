@@ -165,7 +165,7 @@ class PagedLayer(nn.Module):
         super().__setstate__(state)
         self._handle = new_handle(self)
 
-    def _parallelism(self) -> dict[str, bool]:
+    def _parallelism(self) -> dict[str, Any]:
         """What the engine's configuration asks of a backend, as fields of the request for one."""
         parallel = getattr(self.vllm_config, "parallel_config", ParallelConfig())
         return {
