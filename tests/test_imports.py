@@ -59,7 +59,7 @@ ARROWS: dict[str, set[str]] = {
     "batch_checks": {"errors", "contract"},
     "registry": {"errors", "contract", "backends"},
     "selection": {"errors", "arguments", "contract", "backends", "registry"},
-    "step_checks": {"errors", "contract", "output_quant", "selection"},
+    "step_checks": {"errors", "contract", "kvcache", "output_quant", "selection"},
     "paged_layer": {
         "errors",
         "arguments",

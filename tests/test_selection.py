@@ -661,3 +661,47 @@ def test_flex_comes_before_the_reference_where_it_is_faster() -> None:
         request = replace(PLAIN, device_capability=asked, attn_type=attn_type)
         flex, reference = (b.estimate_cost(request) for b in (FlexBackend, ReferenceBackend))
         assert (flex < reference) is is_before, (device, attn_type)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "named"),
+    [
+        ({"get_name": lambda self: "x"}, r"its get_name wants self, .* make it a staticmethod"),
+        ({"supports_sink": True}, r"its supports_sink is True, .* calls it; make it a classmethod"),
+        (
+            {"supports_dtype": lambda self, dtype: True},
+            r"its supports_dtype wants self, dtype, .* gives it \(dtype\)",
+        ),
+        ({"supported_dtypes": None}, r"its supported_dtypes is None; make it a list"),
+        ({"supported_kv_cache_dtypes": "auto"}, r"its supported_kv_cache_dtypes is 'auto'"),
+    ],
+)
+def test_a_class_that_cannot_be_asked_is_refused_wherever_it_is_given(
+    attributes: dict[str, Any], named: str
+) -> None:
+    wrong = type("Wrong", (ReferenceBackend,), attributes)
+    for take in (
+        lambda: attnkit.Attention(2, 16, backend=wrong),
+        lambda: attnkit.register("wrong", wrong),
+        lambda: select(PLAIN, wrong),
+    ):
+        with pytest.raises(UnknownBackend, match=f"cannot be asked: {named}"):
+            take()
+
+
+def test_a_plain_function_without_self_can_be_asked() -> None:
+    """As engines that make subclasses on the spot have it."""
+    made = type("Made", (ReferenceBackend,), {"get_impl_cls": lambda: ReferenceImpl})
+    assert attnkit.Attention(2, 16, backend=made).backend is made
+
+
+def test_what_a_backend_gives_in_the_place_of_its_classes_is_named() -> None:
+    for method, given, named in (
+        ("get_impl_cls", None, "get_impl_cls of backend reference gave None"),
+        ("get_impl_cls", ReferenceBackend, "let it give a subclass of AttentionImpl"),
+        ("get_builder_cls", 3, "get_builder_cls of backend reference gave 3"),
+    ):
+        attributes = {method: staticmethod(lambda given=given: given)}
+        wrong = type("Wrong", (ReferenceBackend,), attributes)
+        with pytest.raises(BackendError, match=named):
+            attnkit.Attention(2, 16, backend=wrong).make_builder()

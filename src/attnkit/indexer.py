@@ -26,8 +26,8 @@ from attnkit.contract import (
 )
 from attnkit.errors import BatchError, ConfigurationError, UnknownBackend, UnsupportedConfiguration
 from attnkit.kvcache.codecs import Fp8PerTokenHeadCodec
+from attnkit.kvcache.layout import check_places
 from attnkit.mla.index_kernels import IndexKernels
-from attnkit.step_checks import check_places
 
 INDEX_FORMATS = ("fp8", "auto", "float16", "bfloat16", "float32")
 """What keys may be stored as: float8 codes with a scale per token, as they come ("auto"), or a dtype."""

@@ -237,8 +237,7 @@ class Attention(PagedLayer):
             extras["use_alibi_sqrt"] = True
         if self.head_size_v != head_size:
             extras["head_size_v"] = self.head_size_v
-        impl_cls = self.backend.get_impl_cls()
-        assert issubclass(impl_cls, AttentionImpl), f"{impl_cls} has no dense forward"
+        impl_cls = self._impl_cls(AttentionImpl)
         self.impl = impl_cls(
             num_heads,
             head_size,
@@ -433,6 +432,11 @@ class Attention(PagedLayer):
         if isinstance(result, tuple):
             result, rows = result
             if lse is not None:
+                if rows.shape[1:] != lse.shape[1:]:
+                    raise BackendError(
+                        f"backend {self.selection.name} returned an LSE of shape {tuple(rows.shape)}; "
+                        f"return (num_tokens, {self.num_heads})"
+                    )
                 if not self.impl.lse_base_on_e:
                     rows = rows * math.log(2)
                 lse[: rows.shape[0]] = rows

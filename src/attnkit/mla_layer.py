@@ -189,8 +189,7 @@ class MLAAttention(PagedLayer):
         if tokens_per_state > 1:
             self.backend = compressed(self.backend)
         self.projection = KvBProjection(kv_b_proj, num_heads, dimensions, dtype, self.device)
-        impl_cls = self.backend.get_impl_cls()
-        assert issubclass(impl_cls, MLAAttentionImpl), f"{impl_cls} has no latent forward"
+        impl_cls = self._impl_cls(MLAAttentionImpl)
         if impl_cls.forward_mqa is MLAAttentionImpl.forward_mqa:
             reason = "it has the older forward only, whose queries are still compressed"
             raise UnsupportedConfiguration(

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -36,10 +36,12 @@ from attnkit.contract import (
     ParallelConfig,
     VllmConfig,
 )
-from attnkit.errors import BatchError, ConfigurationError
+from attnkit.errors import BackendError, BatchError, ConfigurationError
 from attnkit.output_quant import QuantizedOutput
 from attnkit.selection import Choose, Selection
 from attnkit.step_checks import check_plan, check_quantized
+
+_Impl = TypeVar("_Impl", bound=AttentionImplBase[Any])
 
 _COUNTER = itertools.count()
 _SCALES = ("_q_scale", "_k_scale", "_v_scale")
@@ -165,6 +167,20 @@ class PagedLayer(nn.Module):
         super().__setstate__(state)
         self._handle = new_handle(self)
 
+    def _impl_cls(self, kind: type[_Impl]) -> type[_Impl]:
+        """The chosen backend's impl class.
+
+        Raises:
+            BackendError: it is none for such layers.
+        """
+        given = self.backend.get_impl_cls()
+        if not (isinstance(given, type) and issubclass(given, kind)):
+            raise BackendError(
+                f"get_impl_cls of backend {self.selection.name} gave {given!r}; let it give a subclass "
+                f"of {kind.__name__}"
+            )
+        return given
+
     def _parallelism(self) -> dict[str, Any]:
         """What the engine's configuration asks of a backend, as fields of the request for one."""
         parallel = getattr(self.vllm_config, "parallel_config", ParallelConfig())
@@ -205,7 +221,13 @@ class PagedLayer(nn.Module):
         """
         names = [self.layer_name] if layer_names is None else list(layer_names)
         spec = self._spec(self.block_size)
-        return self.backend.get_builder_cls()(spec, names, self.vllm_config, self.device)
+        builder_cls = self.backend.get_builder_cls()
+        if not isinstance(builder_cls, type):
+            raise BackendError(
+                f"get_builder_cls of backend {self.selection.name} gave {builder_cls!r}; let it give a "
+                "subclass of AttentionMetadataBuilder"
+            )
+        return builder_cls(spec, names, self.vllm_config, self.device)
 
     def get_cudagraph_support(self) -> AttentionCGSupport:
         """Which steps of this layer can be captured as a graph."""

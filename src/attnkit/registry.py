@@ -7,11 +7,14 @@ prefills and decodes. Out: the class, imported when it is asked for.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 
@@ -147,11 +150,41 @@ def check_class(name: str, found: object) -> type[AttentionBackend]:
     """`found`, which goes by `name`.
 
     Raises:
-        UnknownBackend: it is no backend class.
+        UnknownBackend: it is no backend class, or one that cannot be asked what the contract asks.
     """
     if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
         raise UnknownBackend(
             f"backend {name!r} is {found!r}, not a subclass of attnkit.contract.AttentionBackend; give "
             "one, or a name"
         )
+    if (fault := _form_fault(found)) is not None:
+        raise UnknownBackend(f"backend {name!r} cannot be asked: {fault}")
     return found
+
+
+@functools.lru_cache(maxsize=64)  # Layers that are given a class ask again.
+def _form_fault(backend: type[AttentionBackend]) -> str | None:
+    """What the contract asks of the class, and this one answers for an object or not at all; None: it
+    answers everything."""
+    for name, ours in vars(AttentionBackend).items():
+        if not isinstance(ours, classmethod | staticmethod):
+            continue
+        kind, asked = type(ours).__name__, inspect.signature(getattr(AttentionBackend, name))
+        theirs = getattr(backend, name)
+        if not callable(theirs):
+            return f"its {name} is {theirs!r}, and the contract calls it; make it a {kind}"
+        needed = [
+            p
+            for p in inspect.signature(theirs).parameters.values()
+            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        if len(needed) > len(asked.parameters):
+            return (
+                f"its {name} wants {', '.join(p.name for p in needed)}, and the contract gives it "
+                f"({', '.join(asked.parameters)}), on the class; make it a {kind}"
+            )
+    for name in ("supported_dtypes", "supported_kv_cache_dtypes"):
+        given = getattr(backend, name)
+        if isinstance(given, str) or not isinstance(given, Collection):
+            return f"its {name} is {given!r}; make it a list"
+    return None

@@ -11,7 +11,7 @@ import torch
 
 from attnkit.contract import AttentionImplBase, AttentionType, CommonAttentionMetadata
 from attnkit.errors import BatchError, UnsupportedConfiguration
-from attnkit.kvcache.layout import are_places_apart
+from attnkit.kvcache.layout import check_places
 from attnkit.output_quant import QuantizedOutput
 from attnkit.selection import Selection
 
@@ -152,20 +152,6 @@ def check_cache(
             f"{kv_cache.stride(-1)}; give one where it is 1, the others may have any"
         )
     check_places(layer.layer_name, kv_cache)
-
-
-def check_places(layer_name: str, kv_cache: torch.Tensor) -> None:
-    """Whether a cache has a place for each of its numbers, which an expanded one has not.
-
-    Raises:
-        BatchError: what is written to a block would be written to others too.
-    """
-    if not are_places_apart(kv_cache.shape, kv_cache.stride()):
-        raise BatchError(
-            f"layer {layer_name} got a cache of shape {tuple(kv_cache.shape)} and strides "
-            f"{kv_cache.stride()}, whose blocks or tokens lie in each other's memory; give one that has "
-            "memory for all of them"
-        )
 
 
 def check_quantized(layer: Called, quantized: QuantizedOutput, num_tokens: int) -> None:

@@ -2,7 +2,7 @@
 
 In: specs, a number of blocks and a layout. Out: tensors of the logical shape (B, H, N, C) per
 layer, all of one allocation or one each, whose strides follow the layout. Kernels read strides and
-never ask for the layout. `are_places_apart` is asked of caches that somebody else made.
+never ask for the layout. `check_places` looks at caches that somebody else made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attnkit.contract import (
     AttentionSpec,
     KVCacheLayout,
 )
-from attnkit.errors import CacheError
+from attnkit.errors import BatchError, CacheError
 
 
 def allocate(
@@ -61,7 +61,7 @@ def allocate(
 
 
 @functools.lru_cache(maxsize=256)  # A layer asks in every step.
-def are_places_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def _are_places_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether no two numbers of a tensor lie in one place: each stride steps over all that the smaller
     ones reach. Strides that interleave otherwise are of no layout, and count as not apart."""
     reach = 0
@@ -70,6 +70,20 @@ def are_places_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return False
         reach += (size - 1) * stride
     return True
+
+
+def check_places(layer_name: str, kv_cache: torch.Tensor) -> None:
+    """Whether a cache has a place for each of its numbers, which an expanded one has not.
+
+    Raises:
+        BatchError: what is written to a block would be written to others too.
+    """
+    if not _are_places_apart(kv_cache.shape, kv_cache.stride()):
+        raise BatchError(
+            f"layer {layer_name} got a cache of shape {tuple(kv_cache.shape)} and strides "
+            f"{kv_cache.stride()}, whose blocks or tokens lie in each other's memory; give one that has "
+            "memory for all of them"
+        )
 
 
 def allocate_old_generation(
