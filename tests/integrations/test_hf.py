@@ -15,7 +15,7 @@ import torch
 
 import attnkit
 from attnkit.compiled import current_forward_context
-from attnkit.errors import BackendError, ModelError
+from attnkit.errors import BackendError, ConfigurationError, ModelError
 from attnkit.runner.checkpoint import resolve_checkpoint
 
 transformers = pytest.importorskip("transformers")
@@ -452,3 +452,39 @@ def test_the_page_in_the_docs_runs(tmp_path, capsys):
     tokenizer.save_pretrained(folder)
     exec(compile(code.replace(name, repr(str(folder))), "transformers.md", "exec"), {})
     assert "chosen" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("padding", [10, 19])
+def test_more_padding_than_text_in_every_row(llama, padding):
+    """As of padding="max_length": pages are counted from where a row begins."""
+    mask = torch.ones_like(IDS)
+    mask[:, :padding] = 0
+    with torch.no_grad():
+        expected = llama(IDS, attention_mask=mask).logits[:, padding:]
+        bridge = attnkit.hf.enable(llama, backend="cpu", block_size=4)
+        given = llama(IDS, attention_mask=mask).logits[:, padding:]
+        bridge.disable()
+    torch.testing.assert_close(given, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_step_of_padding_alone_needs_no_page(llama):
+    """The first chunk of a batch that is padded far in front: what comes next stands alone."""
+    with torch.no_grad():
+        expected = llama(IDS[:1, :2]).logits
+        bridge = attnkit.hf.enable(llama, backend="cpu", block_size=4)
+        cache = transformers.DynamicCache()
+        nothing = torch.zeros(1, 5, dtype=torch.long)
+        llama(IDS[:1, :5], attention_mask=nothing, past_key_values=cache)
+        mask = torch.cat([nothing, torch.ones(1, 2, dtype=torch.long)], 1)
+        given = llama(IDS[:1, :2], attention_mask=mask, past_key_values=cache).logits
+        bridge.disable()
+    torch.testing.assert_close(given, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_counts_that_are_not_allowed_leave_the_model_as_it_was(llama):
+    before = llama.config._attn_implementation
+    for name in ("block_size", "max_model_len", "max_num_seqs"):
+        for wrong in (0, -1, "a", 1.5):
+            with pytest.raises(ConfigurationError, match=f"{name} .* not allowed"):
+                attnkit.hf.enable(llama, **{name: wrong})
+    assert llama.config._attn_implementation == before

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from attnkit.arguments import check_count
 from attnkit.compiled import forward_context
 from attnkit.contract import (
     AttentionBackend,
@@ -335,6 +336,7 @@ def max_model_len_of(config: Any, given: int | None) -> int:
     Raises:
         ConfigurationError: neither says it, or the model's is less.
     """
+    check_count("max_model_len", given, optional=True)
     text = config.get_text_config()
     own = next((n for name in _LENGTH_NAMES if (n := getattr(text, name, None))), None)
     if given is None:
@@ -344,8 +346,6 @@ def max_model_len_of(config: Any, given: int | None) -> int:
                 "give max_model_len"
             )
         return int(own)
-    if given < 1 or (own is not None and given > own):
-        raise ConfigurationError(
-            f"max_model_len {given} is not allowed; give 1 to {own or 'the length it was trained for'}"
-        )
+    if own is not None and given > own:
+        raise ConfigurationError(f"max_model_len {given} is not allowed; give 1 to {own}")
     return int(given)  # Not numpy's, of which not all behaves alike.

@@ -175,7 +175,8 @@ class StepRows:
             table = _table(ids, lens, block_size)
             slots = np.full(len(self.positions), -1)
             if writes and not is_cross:  # Where encoder tokens go cross attention works out itself.
-                blocks = table[rows, own // block_size]
+                # Before a row's beginning, which is padding, there is no page.
+                blocks = table[rows, np.maximum(own, 0) // block_size]
                 assert ((blocks != NULL_BLOCK) | (own < 0)).all(), (
                     "a token would go to the null block"
                 )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 
+from attnkit.arguments import check_count
 from attnkit.contract import AttentionBackend
 from attnkit.errors import ModelError
 from attnkit.integrations.hf import whole
@@ -54,7 +55,7 @@ def enable(
         ModelError: it is no model, or in training mode, or has an attention attnkit does not know; that
             is named, and the model is left as it was.
         BackendError: no such backend, or it cannot serve a layer.
-        ConfigurationError: a length or block size that is not allowed.
+        ConfigurationError: a length, count or block size that is not allowed.
     """
     check_version(transformers.__version__)
     if not isinstance(model, torch.nn.Module):
@@ -67,6 +68,7 @@ def enable(
             f"{type(model).__name__} is in training mode, and attnkit runs inference alone; call "
             "model.eval() first"
         )
+    check_count("max_num_seqs", max_num_seqs)
     former = model.__dict__.get(_BRIDGE)
     if former is not None:
         former.disable()

@@ -201,7 +201,7 @@ class RowPages:
         )
         # A row may have to own one more block in each group.
         needed = missing + len(self._rows) * len(self._manager.retentions)
-        if needed > self._pool.num_free:
+        if self.cache is None or needed > self._pool.num_free:
             held = self._pool.num_blocks
             self._grow(held + needed + held // 2)
         assert self.cache is not None
