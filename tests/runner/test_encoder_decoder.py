@@ -103,6 +103,7 @@ def test_greedy_tokens_are_those_of_transformers(family, backend, tmp_path):
     got = generate(llm, TEXTS, 9)
     assert got == [expected(model, text, 9, [257]) for text in TEXTS]
     assert len({tuple(tokens) for tokens in got}) > 2
+    assert [generate(llm, [text], 9)[0] for text in TEXTS] == got  # One query, many keys.
     assert llm.stats.num_used_blocks == 0
     assert backend in llm.explain()
 

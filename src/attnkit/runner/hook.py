@@ -237,7 +237,8 @@ def call_layer(
         [B, T, num_heads, head_size_v].
     """
     num_rows, num_tokens = query.shape[0], query.shape[2]
-    if num_tokens == 1 and not torch.compiler.is_compiling():  # The shortest way, for decodes.
+    # The shortest way, for decodes; one query may also cross over to many keys.
+    if num_tokens == 1 and key.shape[2] == 1 and not torch.compiler.is_compiling():
         rows: Any = layer.forward(query.squeeze(2), key.squeeze(2), value.squeeze(2), *step)
         return rows.unsqueeze(1)
     output = layer(_rows(query), _rows(key), _rows(value), *step)
