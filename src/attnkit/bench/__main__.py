@@ -120,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _dispatch(options: argparse.Namespace) -> int:
     verb, operands = options.what[0], options.what[1:]
+    _check_used(options, verb)
     if options.plot is not None:
         plot.require_matplotlib()
     if verb == "list":
@@ -135,6 +136,44 @@ def _dispatch(options: argparse.Namespace) -> int:
         show_comparison(compare(first, second))
         return 0
     return _measure(options)
+
+
+def _check_used(options: argparse.Namespace, verb: str) -> None:
+    """Refuse options without an effect on what was asked for.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    reads = {
+        "list": {"preset", "shape", "only", "quick", "device"},
+        "show": {"plot"},
+        "compare": set(),
+    }
+    used = reads.get(verb)
+    if used is None:
+        used = {name for name in vars(options) if name != "model" or "e2e" in options.what}
+        if set(options.what) == {"e2e"}:
+            used -= {"preset", "only", "layout"}
+    if options.shape:
+        used -= {"preset"}
+    if options.json is None and options.plot is None:
+        used -= {"commit"}
+    defaults = parser()
+    for name, value in vars(options).items():
+        if name not in {"what", *used} and value != defaults.get_default(name):
+            raise ConfigurationError(
+                f"--{name} has no effect on {' '.join(options.what)}"
+                f"{' with --shape' if name == 'preset' and options.shape else ''}"
+                f"{' without --json or --plot' if name == 'commit' else ''}; leave it out"
+            )
+    kinds = {*options.what, *(KINDS if "all" in options.what or verb == "list" else ())}
+    for shape in options.shape or ():
+        kind, named, _ = shape.rpartition(":")
+        if named and kind not in kinds:
+            raise ConfigurationError(
+                f"--shape {shape} is for {kind!r}, which is not measured; name one of "
+                f"{', '.join(options.what)}"
+            )
 
 
 def _measure(options: argparse.Namespace) -> int:
