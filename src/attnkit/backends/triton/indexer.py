@@ -77,19 +77,21 @@ class TritonIndexKernels:
         )
         kind = step.kind
         for part in step.parts(cache.shape[1], batch.max_seq_len):
-            self._repeats.launch(
-                ("score", *kind),
-                cache,
-                index_launch.index_score_grid(step, part, gpu),
-                index_launch.index_score_changes(step, part, gpu),
-                lambda part=part: index_launch.index_score_call(
-                    step, part, index_launch.IndexPages.of(cache, q.shape[2]), gpu
-                ),
-            )
-            self._repeats.launch(
-                ("top", *kind),
-                cache,
-                index_launch.index_top_grid(part),
-                index_launch.index_top_changes(step, part),
-                lambda part=part: index_launch.index_top_call(step, part),
-            )
+            if part.is_scored:
+                self._repeats.launch(
+                    ("score", *kind),
+                    cache,
+                    index_launch.index_score_grid(step, part, gpu),
+                    index_launch.index_score_changes(step, part, gpu),
+                    lambda part=part: index_launch.index_score_call(
+                        step, part, index_launch.IndexPages.of(cache, q.shape[2]), gpu
+                    ),
+                )
+            for name, changes in index_launch.index_list_changes(step, part, gpu).items():
+                self._repeats.launch(
+                    (name, *kind),
+                    cache,
+                    index_launch.index_list_grid(part),
+                    changes,
+                    lambda part=part, name=name: index_launch.index_list_calls(step, part, gpu)[name],
+                )

@@ -166,4 +166,5 @@ def _index(
     )
     part = step.parts(page, 1 << 16)[0]
     yield f"{name}-score", index_launch.index_score_call(step, part, pages, gpu)
-    yield f"{name}-top", index_launch.index_top_call(step, part)
+    for kernel, call in index_launch.index_list_calls(step, part, gpu).items():
+        yield f"{name}-{kernel}", call
