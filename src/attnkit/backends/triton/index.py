@@ -14,7 +14,7 @@ here, so one launch serves every batch of as many queries.
 import triton
 import triton.language as tl
 
-from attnkit.backends.codes import numbers
+from attnkit.backends.codes import bits_of, numbers
 from attnkit.backends.queries import seen_by_query
 from attnkit.backends.stored import Encoding
 from attnkit.backends.triton.index_top import ranks_of
@@ -42,6 +42,7 @@ def index_write_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     UNIT: tl.constexpr,
+    HAS_FLOAT8: tl.constexpr,
 ):
     """One program writes BLOCK_T keys; slot -1 writes nothing. Strides of pages count UNIT elements."""
     token, written, page, row = slots_of(slot_mapping_ptr, num_tokens, PAGE_SIZE, BLOCK_T)
@@ -55,10 +56,32 @@ def index_write_kernel(
             mask=written[:, None] & (columns < HEAD_SIZE)[None, :],
         )
     else:
-        x = key.to(tl.float32)
         encode_vectors(
-            x, None, codes_ptr, scales_ptr, places, written, HEAD_SIZE, BLOCK_D, E4M3, UNIT
+            key.to(tl.float32),
+            None,
+            codes_ptr,
+            scales_ptr,
+            places,
+            written,
+            HEAD_SIZE,
+            BLOCK_D,
+            E4M3,
+            UNIT,
+            HAS_FLOAT8,
         )
+
+
+@triton.jit
+def as_float16(q):
+    """Rows of bfloat16 as float16, and the powers of two that they were divided by. Exact but for what
+    is 2^32 times smaller than a row's largest number: a code becomes a float16 in half the
+    instructions."""
+    bits = bits_of(tl.max(tl.abs(q.to(tl.float32)), 1))
+    # The largest number gets the exponent 14; of a row with infinities no finite one may overflow.
+    exponent = tl.minimum(tl.maximum(bits >> 23, 15), 254)
+    factors = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    inverse = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    return (q.to(tl.float32) * inverse[:, None]).to(tl.float16), factors
 
 
 @triton.jit(
@@ -105,10 +128,12 @@ def index_score_kernel(
     CODES: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Program s of `num_splits` scores every num_splits-th tile of the keys that a query sees: its heads
-    are the rows of a product. Scores lie from the `first_query` on, queries from their first; a query
-    that sees no more than k has none. `best_ptr`: the program's highest rank, (rows, num_splits). Strides
-    of pages count UNIT elements."""
+    """Program s of `num_splits` scores every num_splits-th tile of the keys that a query sees. Its heads
+    are the columns of a product, so that a thread adds up most of a key's by itself.
+
+    Scores lie from the `first_query` on, queries from their first; a query that sees no more than k has
+    none. `best_ptr`: the program's highest rank, (rows, num_splits). Strides of pages count UNIT
+    elements."""
     split = tl.program_id(0) % num_splits
     row = tl.program_id(0) // num_splits
     query = first_query + row
@@ -124,6 +149,9 @@ def index_score_kernel(
     q = load_rows(q_ptr, q_offsets, live, HEAD_SIZE, BLOCK_D, True)
     weights = tl.load(weights_ptr + token * weights_stride + head, mask=live, other=0.0)
     weights = weights.to(tl.float32)
+    if scales_ptr is not None and q.dtype == tl.bfloat16:
+        q, factors = as_float16(q)
+        weights = weights * factors
     best = tl.zeros([BLOCK_N], tl.uint32)
     page = pages_of(table, split * BLOCK_N, num_seen, PAGE_SIZE, BLOCK_N)
     for start in tl.range(split * BLOCK_N, num_seen, num_splits * BLOCK_N):
@@ -134,10 +162,12 @@ def index_score_kernel(
         key = load_rows(codes_ptr, offsets * UNIT, seen, HEAD_SIZE, BLOCK_D, True)
         page = pages_of(table, start + num_splits * BLOCK_N, num_seen, PAGE_SIZE, BLOCK_N)
         key = numbers(key, CODES, q.dtype)
-        s = tl.dot(q, tl.trans(key), input_precision="ieee")
-        # Not `maximum`, which would make NaN of a bad key 0. Rows past the last head are no scores.
-        s = tl.where((s < 0) | (head >= NUM_HEADS)[:, None], 0.0, s)
-        score = tl.sum(s * weights[:, None], 0)
+        s = tl.dot(key, tl.trans(q), input_precision="ieee")
+        # A bad key's NaN stays; heads past the last one are no scores, whatever they make of infinity.
+        s = tl.maximum(s, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if NUM_HEADS < BLOCK_H:
+            s = tl.where(live[None, :], s, 0.0)
+        score = tl.sum(s * weights[None, :], 1)
         if scales_ptr is not None:
             score = score * tl.load(scales_ptr + offsets, mask=seen, other=0.0)
         tl.store(scores_ptr + row.to(tl.int64) * scores_stride + keys, score, mask=seen)

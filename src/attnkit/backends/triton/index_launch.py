@@ -182,13 +182,16 @@ class IndexPart:
         return min(fill, triton.cdiv(self.space.scores.shape[1], index_tile(element_size)[0]))
 
 
-def index_write_call(k: torch.Tensor, pages: IndexPages, slot_mapping: torch.Tensor) -> KernelCall:
+def index_write_call(
+    k: torch.Tensor, pages: IndexPages, slot_mapping: torch.Tensor, gpu: Gpu
+) -> KernelCall:
     """The write of keys.
 
     Args:
         k: (at least T, head_size), last stride 1.
         pages: of the cache.
         slot_mapping: int64 or int32 (T,); -1 writes nothing.
+        gpu: where it runs.
     """
     head_size = k.shape[1]
     return KernelCall(
@@ -206,6 +209,7 @@ def index_write_call(k: torch.Tensor, pages: IndexPages, slot_mapping: torch.Ten
             "PAGE_SIZE": pages.keys.shape[1],
             "BLOCK_T": _BLOCK_T,
             "UNIT": pages.unit,
+            "HAS_FLOAT8": gpu.has_e4m3,
         },
         device=k.device,
         options={"num_warps": 4, "num_stages": 1},
@@ -288,7 +292,7 @@ def index_score_changes(step: IndexStep, part: IndexPart, gpu: Gpu) -> dict[str,
 def index_list_calls(step: IndexStep, part: IndexPart, gpu: Gpu) -> dict[str, KernelCall]:
     """What makes the lists of some queries, in turn, by names; of scores that `index_score_call` has
     left, if `part.is_scored`."""
-    space, device = part.space, step.q.device
+    device = step.q.device
     blocks = {"SLICE": _SLICE, "BLOCK_R": 128}
     options = {"num_warps": 8, "num_stages": 1}
     changes, grid = index_list_changes(step, part, gpu), index_list_grid(part)
@@ -319,11 +323,18 @@ def index_list_changes(step: IndexStep, part: IndexPart, gpu: Gpu) -> dict[str, 
     """Arguments of `index_list_calls` that differ from one step to the next, by the same names."""
     space, common = part.space, _of_part(step, part)
     plans = {"plans_ptr": space.plans, "sifted_ptr": space.sifted}
-    listed = {"list": {**common, **plans, "lists_ptr": step.lists, "lists_stride": step.lists.stride(0)}}
+    listed = {
+        "list": {**common, **plans, "lists_ptr": step.lists, "lists_stride": step.lists.stride(0)}
+    }
     if not part.is_scored:
         return listed
     num_splits = part.num_splits(step.q.element_size(), gpu)
-    counted = {**common, "best_ptr": space.best, "counts_ptr": space.counts, "num_splits": num_splits}
+    counted = {
+        **common,
+        "best_ptr": space.best,
+        "counts_ptr": space.counts,
+        "num_splits": num_splits,
+    }
     return {"count": counted, "sift": {**counted, **plans}, **listed}
 
 

@@ -1,15 +1,15 @@
 """The kernels that list the best positions of each query, by scores.
 
-In: float32 scores (rows, width) of which a row holds as many as its query sees, and the highest rank that
-each program that scored has met. Out: lists of positions, ascending, of equal scores the lower ones.
-Device code; `index_launch` starts it.
+In: float32 scores (rows, width) of which a row holds as many as its query sees, and the highest rank
+that each program that scored has met. Out: lists of positions, ascending, of equal scores the lower
+ones. Device code; `index_launch` starts it.
 
-A row's scores are cut into slices, a program each. Ranks are sorted into bins of an eighth of a power of
-two, counted down from the row's best; how many of each slice are in which bin (`index_count_kernel`) tells
-in which one the k-th best is, and where each slice's part of the list and of the ranks in that bin begins
-(`index_sift_kernel`). Among these few every program finds the k-th best, and lists its own slice
-(`index_list_kernel`). So nothing waits for another program inside a launch, and no bit depends on which
-came first.
+A row's scores are cut into slices, a program each. Ranks are sorted into bins, sixteen for a power of
+two, counted down from the row's best. How many of each slice are in which bin (`index_count_kernel`)
+tells in which one the k-th best is, and where each slice's part of the list and of the ranks in that
+bin begins (`index_sift_kernel`). Among these few every program finds the k-th best, and lists its own
+slice (`index_list_kernel`). So nothing waits for another program inside a launch, and no bit depends on
+which came first.
 """
 
 # The types of device code are Triton's: a literal is a constexpr, a range may hold tensors.
@@ -24,13 +24,12 @@ from attnkit.backends.codes import bits_of
 from attnkit.backends.queries import seen_by_query
 
 BINS = tl.constexpr(256)
-"""Bins of a slice, and values of a digit of a rank. The last bin holds what is 2^32 times smaller than the
-best, and less."""
-BIN_BITS = tl.constexpr(20)
-"""Bits of a rank that differ inside a bin: all but sign, exponent and three bits of the fraction."""
+"""Bins of a slice. The last one holds what is 2^16 times smaller than the best, and less."""
+BIN_BITS = tl.constexpr(19)
+"""Bits of a rank that differ inside a bin: all but sign, exponent and four bits of the fraction."""
 PLAN_SIZE = tl.constexpr(8)
-"""Numbers that `index_sift_kernel` leaves of a slice: the bin of the k-th best, scores above that bin, of
-these in earlier slices, ranks of that bin in earlier slices and in all, and where its ranks begin."""
+"""Numbers that `index_sift_kernel` leaves of a slice: the bin of the k-th best, scores above that bin,
+of these in earlier slices, ranks of that bin in earlier slices and in all, and where its ranks begin."""
 
 
 @triton.jit
@@ -172,22 +171,14 @@ def load_sifted(sifted_ptr, places, num_sifted):
 
 
 @triton.jit
-def next_digit(sifted_ptr, num_sifted, limit, room, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """The next digit of the rank of the room-th best of those that begin as `limit` does; what is left
-    of the room where ranks with a greater one are taken."""
-    BEFORE: tl.constexpr = (0xFFFFFF00 << SHIFT) & 0xFFFFFFFF
-    counts = tl.zeros([BINS], tl.int32)
+def count_from(sifted_ptr, num_sifted, least, BLOCK: tl.constexpr):
+    """How many ranks are `least` or more."""
+    counts = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(0, num_sifted, BLOCK):
         places = start + tl.arange(0, BLOCK)
         ranks = load_sifted(sifted_ptr, places, num_sifted)
-        alike = (places < num_sifted) & ((ranks & BEFORE) == limit)
-        digits = ((ranks >> SHIFT) & 0xFF).to(tl.int32)
-        counts += tl.histogram(digits, BINS, mask=alike).to(tl.int32)
-    bins = tl.arange(0, BINS)
-    enough = tl.cumsum(counts, 0, reverse=True) >= room
-    digit = tl.max(tl.where(enough, bins, 0), 0)
-    room -= tl.sum(tl.where(bins > digit, counts, 0), 0)
-    return limit | (digit.to(tl.uint32) << SHIFT), room
+        counts += ((places < num_sifted) & (ranks >= least)).to(tl.int32)
+    return tl.sum(counts, 0)
 
 
 @triton.jit(
@@ -213,8 +204,8 @@ def index_list_kernel(
     """Program (row, slice) lists those of its positions that are among the k best; all where the query
     sees no more, and then -1.
 
-    The rank of the k-th best is found digit by digit: how many ranks that begin as it does have each
-    next digit. Of ranks equal to it there are as many listed as there is room for, the lower positions.
+    The rank of the k-th best is found bit by bit: a bit is set if there are enough ranks with it. Of
+    ranks equal to it there are as many listed as there is room for, the lower positions.
     """
     row, part, num_slices = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     query = first_query + row
@@ -239,11 +230,12 @@ def index_list_kernel(
     lowest = tl.load(plan + 5).to(tl.uint32, bitcast=True)
     sifted_ptr += row.to(tl.int64) * scores_stride
     limit = tl.zeros([], tl.uint32)
-    if bin_of_limit == BINS - 1:
-        limit, room = next_digit(sifted_ptr, num_sifted, limit, room, 24, SLICE)
-    limit, room = next_digit(sifted_ptr, num_sifted, limit, room, 16, SLICE)
-    limit, room = next_digit(sifted_ptr, num_sifted, limit, room, 8, SLICE)
-    limit, room = next_digit(sifted_ptr, num_sifted, limit, room, 0, SLICE)
+    num_bits = tl.where(bin_of_limit == BINS - 1, 32, BIN_BITS)
+    for i in tl.range(0, num_bits):
+        with_bit = limit | (tl.full([], 1, tl.uint32) << (num_bits - 1 - i).to(tl.uint32))
+        enough = count_from(sifted_ptr, num_sifted, with_bit, SLICE) >= room
+        limit = tl.where(enough, with_bit, limit)
+    room -= count_from(sifted_ptr, num_sifted, limit + 1, SLICE)
 
     # What earlier slices list of that bin.
     equal_before = tl.zeros([], tl.int32)

@@ -41,6 +41,7 @@ class TritonIndexKernels:
     def write(self, k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         # Here, so that the class can be asked questions where Triton is not installed.
         from attnkit.backends.triton import index_launch
+        from attnkit.backends.triton.launch import gpu_of
 
         k = rows_of(k)
         self._repeats.launch(
@@ -49,7 +50,7 @@ class TritonIndexKernels:
             index_launch.index_write_grid(slot_mapping),
             index_launch.index_write_changes(k, slot_mapping),
             lambda: index_launch.index_write_call(
-                k, index_launch.IndexPages.of(cache, k.shape[1]), slot_mapping
+                k, index_launch.IndexPages.of(cache, k.shape[1]), slot_mapping, gpu_of(k.device)
             ),
         )
 
@@ -93,5 +94,7 @@ class TritonIndexKernels:
                     cache,
                     index_launch.index_list_grid(part),
                     changes,
-                    lambda part=part, name=name: index_launch.index_list_calls(step, part, gpu)[name],
+                    lambda part=part, name=name: index_launch.index_list_calls(step, part, gpu)[
+                        name
+                    ],
                 )

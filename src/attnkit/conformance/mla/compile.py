@@ -154,7 +154,7 @@ def _index(
     slots = empty(256, dtype=torch.int64)
     yield (
         f"{name}-write",
-        index_launch.index_write_call(empty(256, 128, dtype=dtype), pages, slots),
+        index_launch.index_write_call(empty(256, 128, dtype=dtype), pages, slots, gpu),
     )
     step = index_launch.IndexStep(
         q=empty(256, 64, 128, dtype=dtype),
