@@ -21,7 +21,7 @@ from attnkit.backends.triton.index_launch import (
 )
 from attnkit.conformance.simulator import CaptureRefused, GraphSimulator
 from attnkit.contract import CommonAttentionMetadata
-from attnkit.errors import UnknownBackend, UnsupportedConfiguration
+from attnkit.errors import BatchError, UnknownBackend, UnsupportedConfiguration
 from attnkit.indexer import LightningIndexer
 from attnkit.mla.index_kernels import index_scores, top_positions
 from attnkit.mla.plan import seen_by_queries
@@ -191,6 +191,35 @@ def test_ties_of_every_kind(k: int) -> None:
     for call in index_list_calls(step, part, HOPPER).values():
         call.launch()
     assert torch.equal(lists, top_positions(scores, lengths, k))
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # Of NumPy.
+def test_queries_of_every_size() -> None:
+    """Queries of bfloat16 that float16 has not the range of, infinities and NaN, over codes."""
+    batch = batch_of(*LENS)
+    triton, torch_ = indexers("fp8")
+    caches = [filled(indexer, batch) for indexer in (triton, torch_)]
+    q, k, w = inputs(12, torch.bfloat16)
+    q[0] *= 2.0**100
+    q[1] *= 2.0**-110
+    q[2, 0] *= 2.0**-20
+    q[3, 0, 5], q[4, 1, 5], q[5, 2, 5] = math.inf, -math.inf, math.nan
+    q[6] = 0
+    q[7, 0], q[7, 1] = 2.0**60, 2.0**-60
+    got = triton.choose(q, k, w, caches[0], batch)
+    assert torch.equal(got, torch_.choose(q, k, w, caches[1], batch))
+
+
+def test_more_keys_than_can_be_counted_are_refused() -> None:
+    triton, _ = indexers("fp8")
+    batch = batch_of([1], [9]).replace(
+        max_seq_len=1 << 22, block_table_tensor=torch.zeros(1, 1 << 20, dtype=torch.int32)
+    )
+    lists = torch.zeros(1, K, dtype=torch.int32)
+    with pytest.raises(BatchError, match=r"4194304 keys.*less than 2097152; use backend='torch'"):
+        triton.kernels.choose(
+            *inputs(1, torch.float32)[::2], filled(triton, batch_of([1], [9]))[:, 0], batch, lists
+        )
 
 
 def test_a_captured_choice_serves_other_lengths() -> None:

@@ -19,11 +19,13 @@ from attnkit.backends.triton.configs import Gpu, index_tile, padded
 from attnkit.backends.triton.index import index_score_kernel, index_write_kernel
 from attnkit.backends.triton.index_top import (
     BINS,
+    COUNT_BITS,
     PLAN_SIZE,
     index_count_kernel,
     index_list_kernel,
     index_sift_kernel,
 )
+from attnkit.errors import BatchError
 
 _MAX_SCORES = 1 << 25
 """Float32 elements (128 MiB) that scores of a step may take, and as many ranks among which the k-th best
@@ -108,9 +110,17 @@ class IndexStep:
             page_size: tokens in a page.
             max_seq_len: no query sees more keys, now or in any replay.
             max_scores: float32 elements to use.
+
+        Raises:
+            BatchError: more keys than the kernels count.
         """
         num_tokens = self.lists.shape[0]
         width = max(1, min(max_seq_len, self.block_table.shape[1] * page_size))
+        if width >> COUNT_BITS.value:
+            raise BatchError(
+                f"a query may see {width} keys, of which the indexer's Triton kernels count less than "
+                f"{1 << COUNT_BITS.value}; use backend='torch', or a smaller max_seq_len"
+            )
         num_tokens, k = self.lists.shape
         step = max(1, min(num_tokens, max_scores // width))
         space = IndexSpace.of(step, width, k, self.q.device)
@@ -267,7 +277,7 @@ def index_score_call(step: IndexStep, part: IndexPart, pages: IndexPages, gpu: G
             "UNIT": pages.unit,
         },
         device=q.device,
-        options={"num_warps": num_warps, "num_stages": 2},
+        options={"num_warps": num_warps, "num_stages": 3},
     )
 
 

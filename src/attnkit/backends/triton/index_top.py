@@ -4,7 +4,7 @@ In: float32 scores (rows, width) of which a row holds as many as its query sees,
 that each program that scored has met. Out: lists of positions, ascending, of equal scores the lower
 ones. Device code; `index_launch` starts it.
 
-A row's scores are cut into slices, a program each. Ranks are sorted into bins, sixteen for a power of
+A row's scores are cut into slices, a program each. Ranks are sorted into bins, thirty-two for a power of
 two, counted down from the row's best. How many of each slice are in which bin (`index_count_kernel`)
 tells in which one the k-th best is, and where each slice's part of the list and of the ranks in that
 bin begins (`index_sift_kernel`). Among these few every program finds the k-th best, and lists its own
@@ -24,9 +24,12 @@ from attnkit.backends.codes import bits_of
 from attnkit.backends.queries import seen_by_query
 
 BINS = tl.constexpr(256)
-"""Bins of a slice. The last one holds what is 2^16 times smaller than the best, and less."""
-BIN_BITS = tl.constexpr(19)
-"""Bits of a rank that differ inside a bin: all but sign, exponent and four bits of the fraction."""
+"""Bins of a slice. The last one holds what is 2^8 times smaller than the best, and less."""
+BIN_BITS = tl.constexpr(18)
+"""Bits of a rank that differ inside a bin: all but sign, exponent and five bits of the fraction."""
+COUNT_BITS = tl.constexpr(21)
+"""Of one of three counts in an int64. Rows have fewer scores than that counts."""
+COUNT_MASK = tl.constexpr((1 << 21) - 1)
 PLAN_SIZE = tl.constexpr(8)
 """Numbers that `index_sift_kernel` leaves of a slice: the bin of the k-th best, scores above that bin,
 of these in earlier slices, ranks of that bin in earlier slices and in all, and where its ranks begin."""
@@ -171,14 +174,19 @@ def load_sifted(sifted_ptr, places, num_sifted):
 
 
 @triton.jit
-def count_from(sifted_ptr, num_sifted, least, BLOCK: tl.constexpr):
-    """How many ranks are `least` or more."""
-    counts = tl.zeros([BLOCK], tl.int32)
+def count_from(sifted_ptr, num_sifted, least, step, BLOCK: tl.constexpr):
+    """How many ranks are `least` or more, `least + step` or more, and `least + 2 * step` or more. The
+    three counts are added up as one number, which crosses warps once."""
+    counts = tl.zeros([BLOCK], tl.int64)
     for start in tl.range(0, num_sifted, BLOCK):
         places = start + tl.arange(0, BLOCK)
         ranks = load_sifted(sifted_ptr, places, num_sifted)
-        counts += ((places < num_sifted) & (ranks >= least)).to(tl.int32)
-    return tl.sum(counts, 0)
+        there = places < num_sifted
+        counts += (there & (ranks >= least)).to(tl.int64)
+        counts += (there & (ranks >= least + step)).to(tl.int64) << COUNT_BITS
+        counts += (there & (ranks >= least + 2 * step)).to(tl.int64) << 2 * COUNT_BITS
+    counts = tl.sum(counts, 0)
+    return counts & COUNT_MASK, (counts >> COUNT_BITS) & COUNT_MASK, counts >> 2 * COUNT_BITS
 
 
 @triton.jit(
@@ -204,8 +212,8 @@ def index_list_kernel(
     """Program (row, slice) lists those of its positions that are among the k best; all where the query
     sees no more, and then -1.
 
-    The rank of the k-th best is found bit by bit: a bit is set if there are enough ranks with it. Of
-    ranks equal to it there are as many listed as there is room for, the lower positions.
+    The rank of the k-th best is found by two bits at a time: the most with which there are enough ranks.
+    Of ranks equal to it there are as many listed as there is room for, the lower positions.
     """
     row, part, num_slices = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     query = first_query + row
@@ -230,12 +238,14 @@ def index_list_kernel(
     lowest = tl.load(plan + 5).to(tl.uint32, bitcast=True)
     sifted_ptr += row.to(tl.int64) * scores_stride
     limit = tl.zeros([], tl.uint32)
-    num_bits = tl.where(bin_of_limit == BINS - 1, 32, BIN_BITS)
-    for i in tl.range(0, num_bits):
-        with_bit = limit | (tl.full([], 1, tl.uint32) << (num_bits - 1 - i).to(tl.uint32))
-        enough = count_from(sifted_ptr, num_sifted, with_bit, SLICE) >= room
-        limit = tl.where(enough, with_bit, limit)
-    room -= count_from(sifted_ptr, num_sifted, limit + 1, SLICE)
+    num_digits = tl.where(bin_of_limit == BINS - 1, 16, BIN_BITS // 2)
+    for i in tl.range(0, num_digits):
+        step = tl.full([], 1, tl.uint32) << (2 * (num_digits - 1 - i)).to(tl.uint32)
+        one, two, three = count_from(sifted_ptr, num_sifted, limit + step, step, SLICE)
+        digit = (one >= room).to(tl.uint32) + (two >= room).to(tl.uint32)
+        limit += step * (digit + (three >= room).to(tl.uint32))
+    above, _, _ = count_from(sifted_ptr, num_sifted, limit + 1, 0, SLICE)
+    room -= above.to(tl.int32)
 
     # What earlier slices list of that bin.
     equal_before = tl.zeros([], tl.int32)
