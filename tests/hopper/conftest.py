@@ -20,6 +20,7 @@ from attnkit.contract import DeviceCapability
 KERNELS = {
     "prefill": launch,
     "decode": launch,
+    "latent_codes": latent_launch,
     "latent_decode": latent_launch,
     "latent_narrow": latent_launch,
 }

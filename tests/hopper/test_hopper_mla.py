@@ -29,7 +29,9 @@ CASES = {
     "narrow": {"num_heads": 4, "query_lens": (1, 2, 4, 0), "seq_lens": (700, 2, 129, 0)},
     "narrow, 16 heads": {"num_heads": 16, "query_lens": (1, 1), "seq_lens": (333, 5)},
     "codes": {"num_heads": 8, "query_lens": (1, 2, 1, 0), "seq_lens": (700, 2, 129, 0), **CODED},
-    "codes, 40 heads": {"num_heads": 40, "query_lens": (1, 3), "seq_lens": (333, 5), **CODED},
+    "codes, 20 heads": {"num_heads": 20, "query_lens": (1, 1), "seq_lens": (333, 5), **CODED},
+    "codes, 40 heads": {"num_heads": 40, **CODED},
+    "codes, 96 heads": {"num_heads": 96, "block_size": 48, "query_lens": (1,), "seq_lens": (130,), **CODED},
 }
 
 
@@ -53,7 +55,10 @@ def _case(subject: MLASubject, name: str):  # type: ignore[no-untyped-def]
         ("narrow, 16 heads", 7),
         ("codes", 2),
         ("codes", 40),
-        ("codes, 40 heads", 7),
+        ("codes, 20 heads", 7),
+        ("codes, 40 heads", 2),
+        ("codes, 40 heads", 40),
+        ("codes, 96 heads", 2),
     ],
 )
 def test_decodes_are_right_in_few_pieces_and_in_many(

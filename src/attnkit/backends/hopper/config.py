@@ -141,6 +141,12 @@ class LatentConfig(KernelConfig):
     rope_size: int
     head_tiles: int
     tile_rows: int
+    turned: bool = False
+
+    @property
+    def scorer_registers(self) -> int:
+        """Of a thread of the warpgroup that scores, where two others accumulate."""
+        return 4 * self.maxnreg - 2 * self.consumer_registers - self.producer_registers
 
     @property
     def strip(self) -> int:
@@ -150,7 +156,7 @@ class LatentConfig(KernelConfig):
     @property
     def plan_block_n(self) -> int:
         """Keys in a tile of the plan: a block for each consumer."""
-        return self.block_n * (2 if self.tile_rows == 64 else 1)
+        return self.block_n * (2 if self.tile_rows == 64 and not self.turned else 1)
 
     @property
     def row(self) -> LatentConfig:

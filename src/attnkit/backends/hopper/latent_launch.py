@@ -14,6 +14,7 @@ import torch
 from attnkit.backends.hopper.config import LatentConfig
 from attnkit.backends.hopper.fold_launch import FoldWork, fold_call
 from attnkit.backends.hopper.gluon_api import TensorDescriptor, gl
+from attnkit.backends.hopper.latent_codes import latent_codes_kernel
 from attnkit.backends.hopper.latent_decode import latent_decode_kernel
 from attnkit.backends.hopper.latent_narrow import latent_narrow_kernel
 from attnkit.backends.hopper.launch import LOG2_E, options_of
@@ -61,7 +62,11 @@ def latent_decode_call(o: LatentOperands, work: LatentWork, config: LatentConfig
     num_blocks, block_size, width = o.cache.shape
     is_narrow = config.tile_rows < 64
     return KernelCall(
-        kernel=latent_narrow_kernel if is_narrow else latent_decode_kernel,
+        kernel=latent_codes_kernel
+        if config.turned
+        else latent_narrow_kernel
+        if is_narrow
+        else latent_decode_kernel,
         grid=decode_grid(work),
         arguments={
             **decode_changes(o, work),

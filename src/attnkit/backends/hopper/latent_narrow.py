@@ -189,7 +189,7 @@ def consume(
             accs = accs + (gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT),)
         mbarrier.wait(q_full, num_done & 1)
         if CODED:
-            inverse = make_float16(q_strips, q_numbers, LAYOUT, ROWS, STRIPS)
+            inverse = make_float16(q_strips, q_numbers, gl.SliceLayout(1, LAYOUT), ROWS, STRIPS)
         for n in range(0, num_tiles):
             tile = first_tile + n
             slot = step % CONFIG.stages

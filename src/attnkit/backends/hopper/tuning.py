@@ -208,18 +208,17 @@ query's rows are few, and its equal shares are left alone (-1.5 to +1.4 %)."""
 
 
 def latent_rows(num_heads: int, query_len: int, *, coded: bool = False) -> int:
-    """Rows of a row tile over latents, for decodes of up to `query_len` queries.
+    """Rows of a row tile over latents, for decodes of up to `query_len` queries."""
+    rows = query_len << (num_heads - 1).bit_length()
+    if rows <= 16:
+        return 16
+    # Over codes rows are columns of the products, of which there may be fewer.
+    return 32 if coded and rows <= 32 else 64
 
-    Codes become numbers in the registers of a warp, so there are no products of a warpgroup; 32 rows
-    are what those hold accumulators for.
-    """
-    narrow = query_len << (num_heads - 1).bit_length() <= 16
-    return 16 if narrow else 32 if coded else 64
 
-
-def head_tiles(num_heads: int, *, coded: bool = False) -> int:
-    """Row tiles that the heads of one token take, all of as many heads, at most 64 (32 of codes)."""
-    least = -(-num_heads // (32 if coded else 64))
+def head_tiles(num_heads: int) -> int:
+    """Row tiles that the heads of one token take, all of as many heads, at most 64."""
+    least = -(-num_heads // 64)
     return next(n for n in range(least, num_heads + 1) if num_heads % n == 0)
 
 
@@ -238,13 +237,19 @@ def latent_config(
     Args:
         scaled: numbers count times the layer's scale, as codes always do.
 
-    Two blocks of 64 keys take 144 KiB of shared memory, and Q 72 KiB where it has 64 rows. Of codes so
-    do two of 128, for which Q is read half as often.
+    Two blocks of 64 keys take 144 KiB of shared memory, and Q 72 KiB where it has 64 rows. Blocks of
+    codes take half: three fit beside such a Q, and four beside less.
     """
-    num_tiles = head_tiles(num_heads, coded=coded)
+    num_tiles = head_tiles(num_heads)
     group_size = num_heads // num_tiles
     wide = tile_rows == 64
-    block_n = 128 if coded and tile_rows == 16 else 64
+    if coded:
+        # Accumulators are 128 registers, and their operands have to fit beside them.
+        maxnreg, consumer_registers, producer_registers = 128, 176, 24
+        stages = 3 if wide else 4
+    else:
+        maxnreg, consumer_registers, producer_registers = (168, 240, 24) if wide else (144, 248, 40)
+        stages = 2
     return LatentConfig(
         score=ScoreConfig(lse=lse),
         head_size=512,
@@ -255,13 +260,14 @@ def latent_config(
         page_size=page_size,
         element_bytes=1 if coded else 2,
         scaled=coded or scaled,
-        block_n=block_n,
-        rows=math.gcd(page_size, block_n),
-        stages=4 if coded and block_n == 64 else 2,
-        maxnreg=168 if wide else 144,
-        consumer_registers=240 if wide else 248,
-        producer_registers=24 if wide else 40,
+        block_n=64,
+        rows=math.gcd(page_size, 64),
+        stages=stages,
+        maxnreg=maxnreg,
+        consumer_registers=consumer_registers,
+        producer_registers=producer_registers,
         tile_rows=tile_rows,
+        turned=coded,
     )
 
 
