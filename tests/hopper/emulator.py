@@ -571,7 +571,9 @@ gl = types.SimpleNamespace(
     program_id=lambda axis: Value(_HERE.program.program_id[axis], "int32"),
     arange=lambda start, end, layout: Value(np.arange(start, end), "int32"),
     zeros=lambda shape, dtype, layout: Value(np.zeros(shape, np.float32), dtype),
-    full=lambda shape, x, dtype, layout: Value(np.full(shape, x, np.float32), dtype),
+    full=lambda shape, x, dtype, layout: Value(
+        np.full(shape, _value(x, dtype).array, np.float32), dtype
+    ),
     zeros_like=lambda x: Value(np.zeros_like(x.array), x.dtype),
     load=_load,
     store=_store,

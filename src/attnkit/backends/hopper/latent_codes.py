@@ -105,9 +105,11 @@ def multiply_keys(
     QUERIES: gl.constexpr = CONFIG.tile_rows
     CODES: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4)
     s = gl.zeros([BLOCK_N, QUERIES], gl.float32, LAYOUT)
+    # From an index that the compiler knows it makes descriptors before the loop, more than it can hold.
+    nil = opaque(slot * 0)
     codes = k_strips.index(slot * STRIPS).load(CODES)
     k = beside_queries(float16_of_codes(codes), LAYOUT)
-    s = warpgroup_mma(k, q_numbers.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma(k, q_numbers.index(nil).permute((1, 0)), s, use_acc=False, is_async=True)
     for c in gl.static_range(1, STRIPS + 1):
         before = k
         if c < STRIPS:
@@ -115,7 +117,7 @@ def multiply_keys(
         else:
             codes = rope_strips.index(slot).load(CODES)
         k = beside_queries(float16_of_codes(codes), LAYOUT)
-        s = warpgroup_mma(k, q_numbers.index(c).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(k, q_numbers.index(nil + c).permute((1, 0)), s, is_async=True)
         s, before = warpgroup_mma_wait(1, deps=(s, before))
     s, k = warpgroup_mma_wait(0, deps=(s, k))
     return s
@@ -128,15 +130,24 @@ def of_own_rows(x):
 
 
 @gluon.jit
+def highest(x):
+    """The largest of (keys, queries), each thread's own first."""
+    x = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])
+    x = gl.max(gl.max(gl.max(x, 5), 3), 1)
+    return gl.max(gl.reshape(x, [128]), 0)
+
+
+@gluon.jit
 def score(
     CONFIG: gl.constexpr,
     q_strips,
     q_numbers,
     k_strips,
     rope_strips,
-    inverses,
+    scales,
     p_tiles,
     fades,
+    rises_of,
     ends,
     q_full,
     q_empty,
@@ -159,6 +170,7 @@ def score(
     STRIPS: gl.constexpr = CONFIG.row.head_size // 64
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     OF_QUERY: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     base_scale = log2_scale * gl.load(k_scale_ptr)
     at, end, record = my_share(share_ptr)
     step = 0
@@ -168,13 +180,15 @@ def score(
         unit = read_unit(record)
         # Blocks before this key are seen whole by all queries.
         end_whole = gl.minimum(position + reach + 1, num_keys)
-        top = gl.full([QUERIES], float("-inf"), gl.float32, OF_QUERY)
+        # Low, but a number: a row that has seen no key has weights of 0 beside it, not NaN.
+        base = gl.full([QUERIES], -1e30, gl.float32, OF_QUERY)
         none = gl.zeros([BLOCK_N, QUERIES], gl.float32, LAYOUT)
         # A query's keys are spread over threads: each adds up its own until the end.
         total = gl.sum(of_own_rows(none), 1)
         mbarrier.wait(q_full, num_done & 1)
+        inverse = make_float16(q_strips, q_numbers, OF_QUERY, QUERIES, STRIPS)
         # Kept in shared memory: registers are scarce.
-        inverses.store(make_float16(q_strips, q_numbers, OF_QUERY, QUERIES, STRIPS))
+        scales.store(inverse * base_scale)
         for n in range(0, num_blocks):
             block = first_block + n
             slot = step % STAGES
@@ -184,7 +198,7 @@ def score(
             mbarrier.arrive(empty.index(slot), count=1)
             if n == num_blocks - 1:
                 mbarrier.arrive(q_empty, count=1)
-            s = s * gl.expand_dims(inverses.load(OF_QUERY), 0)
+            scale = gl.expand_dims(scales.load(OF_QUERY), 0)
             if block * BLOCK_N + BLOCK_N > end_whole:
                 # Made in place, for the same reason.
                 nil = opaque(block * 0)
@@ -194,22 +208,30 @@ def score(
                 s = gl.where(
                     gl.expand_dims(key, 1) <= gl.expand_dims(last, 0), s, float("-inf")
                 )
-            new_top = gl.maximum(top, gl.max(s, 0))
-            base = gl.where(new_top == float("-inf"), 0.0, new_top * base_scale)
-            fade = gl.exp2(top * base_scale - base)
-            top = new_top
-            weights = gl.exp2(s * base_scale - gl.expand_dims(base, 0))
-            own_fade = gl.max(of_own_rows(none + gl.expand_dims(fade, 0)), 1)
-            total = total * own_fade + gl.sum(of_own_rows(weights), 1)
             mbarrier.wait(p_empty.index(turn), ((step >> 1) & 1) ^ 1)
+            # Bases stay what they were until a maximum would rise by more than 8 powers of 2: a weight is
+            # then at most 256, which rounds alike, and hardly a block multiplies what was summed before.
+            power = s * scale - gl.expand_dims(base, 0)
+            rises = highest(power) > 8.0
+            if rises:
+                power = s * scale
+                new_base = gl.maximum(base, gl.max(power, 0))
+                power = power - gl.expand_dims(new_base, 0)
+                fade = gl.exp2(base - new_base)
+                base = new_base
+                total = total * gl.max(of_own_rows(none + gl.expand_dims(fade, 0)), 1)
+                fades.index(turn).store(fade)
+            rise = gl.where(rises, 1.0, 0.0)
+            rises_of.index(turn).store(gl.full([1], rise, gl.float32, ONE))
+            weights = gl.exp2(power)
+            total = total + gl.sum(of_own_rows(weights), 1)
             p_tiles.index(turn).store(weights.to(gl.float16))
-            fades.index(turn).store(fade)
             fence_async_shared()
             mbarrier.arrive(p_full.index(turn), count=1)
             step += 1
 
         mbarrier.wait(ends_empty, (num_done & 1) ^ 1)
-        ends.index(0).store(top)
+        ends.index(0).store(base / base_scale)
         ends.index(1).store(gl.convert_layout(gl.sum(gl.sum(total, 0), 0), OF_QUERY))
         mbarrier.arrive(ends_full, count=1)
         at += num_blocks
@@ -251,6 +273,7 @@ def accumulate(
     boxes,
     p_tiles,
     fades,
+    rises_of,
     ends,
     full,
     empty,
@@ -278,6 +301,7 @@ def accumulate(
     MINE: gl.constexpr = STRIPS // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     OF_QUERY: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     out_scale = gl.load(k_scale_ptr)
     base_scale = log2_scale * out_scale
     at, end, record = my_share(share_ptr)
@@ -299,17 +323,20 @@ def accumulate(
             v = turned_values(v_pairs, first, LAYOUT)
             mbarrier.wait(p_full.index(turn), (step >> 1) & 1)
             p = p_tiles.index(turn)
-            fade = gl.expand_dims(fades.index(turn).load(OF_QUERY), 0)
-            faded = ()
+            if gl.max(rises_of.index(turn).load(ONE), 0) > 0.0:
+                fade = gl.expand_dims(fades.index(turn).load(OF_QUERY), 0)
+                faded = ()
+                for i in gl.static_range(MINE):
+                    faded = faded + (accs[i] * fade,)
+                accs = faded
+            sums = ()
             for i in gl.static_range(MINE):
-                faded = faded + (accs[i] * fade,)
-            accs = ()
-            for i in gl.static_range(MINE):
-                acc = warpgroup_mma(v, p, faded[i], is_async=True)
+                acc = warpgroup_mma(v, p, accs[i], is_async=True)
                 acc, v = warpgroup_mma_wait(0, deps=(acc, v))
-                accs = accs + (acc,)
+                sums = sums + (acc,)
                 if i + 1 < MINE:
                     v = turned_values(v_pairs, first + i + 1, LAYOUT)
+            accs = sums
             mbarrier.arrive(p_empty.index(turn), count=1)
             mbarrier.arrive(empty.index(slot), count=1)
             step += 1
@@ -414,8 +441,9 @@ def latent_codes_kernel(
     v_pairs = reinterpret(boxes, gl.int16, [STAGES * STRIPS, BLOCK_N, 32], PAIRS)
     p_tiles = reinterpret(p_boxes, gl.float16, [2, BLOCK_N, QUERIES], P_MATRIX)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    inverses = gl.allocate_shared_memory(gl.float32, [QUERIES], VECTOR)
+    scales = gl.allocate_shared_memory(gl.float32, [QUERIES], VECTOR)
     fades = gl.allocate_shared_memory(gl.float32, [2, QUERIES], VECTOR)
+    rises_of = gl.allocate_shared_memory(gl.float32, [2, 1], VECTOR)
     # Maxima and sums.
     ends = gl.allocate_shared_memory(gl.float32, [2, QUERIES], VECTOR)
 
@@ -442,12 +470,12 @@ def latent_codes_kernel(
     fence_async_shared()
     barrier()
 
-    passed = (p_tiles, fades, ends)
+    passed = (p_tiles, fades, rises_of, ends)
     ring = (full, empty, p_full, p_empty, ends_full, ends_empty, share_ptr, pieces_ptr)
     sums = (v_pairs, boxes) + passed + ring + (states_ptr, sums_ptr)
     sums = sums + (out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride_token)
     sums = sums + (k_scale_ptr, log2_scale)
-    scores = (q_strips, q_numbers, k_strips, rope_strips, inverses) + passed + (q_full, q_empty) + ring
+    scores = (q_strips, q_numbers, k_strips, rope_strips, scales) + passed + (q_full, q_empty) + ring
     scores = scores + (k_scale_ptr, log2_scale)
     feed = (c_desc, boxes, rope_boxes, full, empty, q_desc, q_rope_desc, q_boxes, q_full, q_empty)
     feed = feed + (share_ptr, pieces_ptr, table_ptr, table_stride, num_pages)

@@ -245,7 +245,7 @@ def latent_config(
     wide = tile_rows == 64
     if coded:
         # Accumulators are 128 registers, and their operands have to fit beside them.
-        maxnreg, consumer_registers, producer_registers = 128, 176, 24
+        maxnreg, consumer_registers, producer_registers = 128, 176 if wide else 152, 24
         stages = 3 if wide else 4
     else:
         maxnreg, consumer_registers, producer_registers = (168, 240, 24) if wide else (144, 248, 40)
