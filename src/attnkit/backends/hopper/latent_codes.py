@@ -145,6 +145,7 @@ def score(
     k_strips,
     rope_strips,
     scales,
+    bases,
     p_tiles,
     fades,
     rises_of,
@@ -180,14 +181,13 @@ def score(
         unit = read_unit(record)
         # Blocks before this key are seen whole by all queries.
         end_whole = gl.minimum(position + reach + 1, num_keys)
-        # Low, but a number: a row that has seen no key has weights of 0 beside it, not NaN.
-        base = gl.full([QUERIES], -1e30, gl.float32, OF_QUERY)
+        bases.store(gl.zeros([QUERIES], gl.float32, OF_QUERY))
         none = gl.zeros([BLOCK_N, QUERIES], gl.float32, LAYOUT)
         # A query's keys are spread over threads: each adds up its own until the end.
         total = gl.sum(of_own_rows(none), 1)
         mbarrier.wait(q_full, num_done & 1)
         inverse = make_float16(q_strips, q_numbers, OF_QUERY, QUERIES, STRIPS)
-        # Kept in shared memory: registers are scarce.
+        # These and the bases are kept in shared memory: registers are scarce.
         scales.store(inverse * base_scale)
         for n in range(0, num_blocks):
             block = first_block + n
@@ -211,14 +211,18 @@ def score(
             mbarrier.wait(p_empty.index(turn), ((step >> 1) & 1) ^ 1)
             # Bases stay what they were until a maximum would rise by more than 8 powers of 2: a weight is
             # then at most 256, which rounds alike, and hardly a block multiplies what was summed before.
-            power = s * scale - gl.expand_dims(base, 0)
-            rises = highest(power) > 8.0
+            power = s * scale - gl.expand_dims(bases.load(OF_QUERY), 0)
+            rises = (highest(power) > 8.0) | (n == 0)
             if rises:
-                power = s * scale
+                base = bases.load(OF_QUERY)
+                power = power + gl.expand_dims(base, 0)
+                base = gl.where(n == 0, float("-inf"), base)
                 new_base = gl.maximum(base, gl.max(power, 0))
+                # A query that sees no key here sees none in the blocks behind it.
+                new_base = gl.where(new_base == float("-inf"), 0.0, new_base)
                 power = power - gl.expand_dims(new_base, 0)
                 fade = gl.exp2(base - new_base)
-                base = new_base
+                bases.store(new_base)
                 total = total * gl.max(of_own_rows(none + gl.expand_dims(fade, 0)), 1)
                 fades.index(turn).store(fade)
             rise = gl.where(rises, 1.0, 0.0)
@@ -231,8 +235,10 @@ def score(
             step += 1
 
         mbarrier.wait(ends_empty, (num_done & 1) ^ 1)
-        ends.index(0).store(base / base_scale)
-        ends.index(1).store(gl.convert_layout(gl.sum(gl.sum(total, 0), 0), OF_QUERY))
+        total = gl.convert_layout(gl.sum(gl.sum(total, 0), 0), OF_QUERY)
+        top = bases.load(OF_QUERY) / base_scale
+        ends.index(0).store(gl.where(total == 0.0, float("-inf"), top))
+        ends.index(1).store(total)
         mbarrier.arrive(ends_full, count=1)
         at += num_blocks
         record = pieces_ptr + (gl.program_id(0) + unit + 1) * 16
@@ -442,6 +448,7 @@ def latent_codes_kernel(
     p_tiles = reinterpret(p_boxes, gl.float16, [2, BLOCK_N, QUERIES], P_MATRIX)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     scales = gl.allocate_shared_memory(gl.float32, [QUERIES], VECTOR)
+    bases = gl.allocate_shared_memory(gl.float32, [QUERIES], VECTOR)
     fades = gl.allocate_shared_memory(gl.float32, [2, QUERIES], VECTOR)
     rises_of = gl.allocate_shared_memory(gl.float32, [2, 1], VECTOR)
     # Maxima and sums.
@@ -475,7 +482,7 @@ def latent_codes_kernel(
     sums = (v_pairs, boxes) + passed + ring + (states_ptr, sums_ptr)
     sums = sums + (out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride_token)
     sums = sums + (k_scale_ptr, log2_scale)
-    scores = (q_strips, q_numbers, k_strips, rope_strips, scales) + passed + (q_full, q_empty) + ring
+    scores = (q_strips, q_numbers, k_strips, rope_strips, scales, bases) + passed + (q_full, q_empty) + ring
     scores = scores + (k_scale_ptr, log2_scale)
     feed = (c_desc, boxes, rope_boxes, full, empty, q_desc, q_rope_desc, q_boxes, q_full, q_empty)
     feed = feed + (share_ptr, pieces_ptr, table_ptr, table_stride, num_pages)
