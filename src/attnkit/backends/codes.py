@@ -89,9 +89,9 @@ def with_tile_scales(x, scales, DTYPE: tl.constexpr):
 
 @triton.jit
 def divide(x, scale):
-    """x / scale, rounded once as a division is, `scale` having fewer numbers than x: their reciprocals
-    are made once, and a quotient is mended by what it leaves (Markstein 1990), in half of the
-    instructions.
+    """x / scale, rounded once as a division is. `scale`: of as many dimensions as x, with fewer numbers:
+    their reciprocals are made once, and a quotient is mended by what it leaves (Markstein 1990), in half
+    of the instructions.
 
     What is left has to be a number, so scales are neither very small nor very large; numbers so small
     that it is none are no codes but 0 over such a scale.

@@ -155,7 +155,8 @@ def encode_vectors(
         else:
             codes = to_float8(q, False, HAS_FLOAT8)
     else:
-        codes = to_float8(divide(x, scale), ENCODING == E5M2, HAS_FLOAT8)
+        whole = tl.full([rows, 1], scale, tl.float32)
+        codes = to_float8(divide(x, whole), ENCODING == E5M2, HAS_FLOAT8)
     if PER_BYTE == 2:
         codes = halves(codes)
     columns = tl.arange(0, BLOCK_SIZE // PER_BYTE)
