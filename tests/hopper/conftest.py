@@ -14,6 +14,7 @@ from attnkit.backends.hopper import latent_launch, launch, merge
 from attnkit.backends.hopper.backend import HopperBackend
 from attnkit.backends.hopper.mla import HopperMLABackend
 from attnkit.backends.hopper.mla_sparse import HopperMLASparseBackend
+from attnkit.backends.triton.interpreter import repair_small_floats
 from attnkit.conformance import simulator
 from attnkit.contract import DeviceCapability
 
@@ -95,6 +96,7 @@ def emulate(
     for name, host in KERNELS.items():
         monkeypatch.setattr(host, f"{name}_kernel", getattr(modules[name], f"{name}_kernel"))
         monkeypatch.setattr(host, "TensorDescriptor", emulator.TensorDescriptor)
+    repair_small_floats()
     # Interpreted kernels begin when those before them are over.
     monkeypatch.setattr(merge, "gdc_wait", lambda: None)
     monkeypatch.setattr(simulator, "kernels_on", emulated_kernels_on)

@@ -5,7 +5,7 @@ stands beside four codes in a thread. A code becomes a float16 number in half an
 bfloat16 would cost two; so Q follows. Device code of the decode kernels.
 """
 
-# ruff: noqa: RUF005 (device code: tuples grow by +)
+
 # pyright: reportArgumentType=false, reportAssignmentType=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 

@@ -7,15 +7,15 @@ columns of a latent), with the weights for the output, which lies turned over in
 never go back to shared memory, which bounds such a kernel: as matrices of 16 bits they would cost
 it three times what the codes do.
 
-One warpgroup scores a block of 64 keys after the other, two accumulate half of the columns each, and a warp
-copies. Q is float16, each of its rows times a power of two (`coded_queries`); weights are float16 too.
-
-Device code; `latent_launch` starts it.
+One warpgroup scores a block of 64 keys after the other, two accumulate half of the columns each, and a
+warp copies. Q is float16, each of its rows times a power of two (`coded_queries`); weights are float16
+too. Device code; `latent_launch` starts it.
 """
 
 # ruff: noqa: RUF005 (device code: tuples grow by +, and `if` on a constant stands alone)
 # pyright: reportArgumentType=false, reportAssignmentType=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
 
 from attnkit.backends.hopper.coded_queries import beside_queries, make_float16
 from attnkit.backends.hopper.gluon_api import (
@@ -65,9 +65,17 @@ def produce(
     step = 0
     num_done = 0
     while at < end:
-        request, token, head_tile, num_tokens, position, reach, num_keys, first_block, num_blocks = (
-            read_piece(record)
-        )
+        (
+            request,
+            token,
+            head_tile,
+            num_tokens,
+            position,
+            reach,
+            num_keys,
+            first_block,
+            num_blocks,
+        ) = read_piece(record)
         unit = read_unit(record)
         table = table_ptr + request.to(gl.int64) * table_stride
         end_key = gl.maximum(gl.minimum(position + reach + num_tokens, num_keys), 0)
@@ -205,12 +213,10 @@ def score(
                 last = (gl.arange(0, QUERIES, OF_QUERY) + nil) // CONFIG.pack
                 last = gl.minimum(position + reach + last, num_keys - 1)
                 key = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
-                s = gl.where(
-                    gl.expand_dims(key, 1) <= gl.expand_dims(last, 0), s, float("-inf")
-                )
+                s = gl.where(gl.expand_dims(key, 1) <= gl.expand_dims(last, 0), s, float("-inf"))
             mbarrier.wait(p_empty.index(turn), ((step >> 1) & 1) ^ 1)
-            # Bases stay what they were until a maximum would rise by more than 8 powers of 2: a weight is
-            # then at most 256, which rounds alike, and hardly a block multiplies what was summed before.
+            # Bases stay what they were until a maximum would rise by more than 8 powers of 2: a weight
+            # is then at most 256, which rounds alike, and hardly a block fades what was summed before.
             power = s * scale - gl.expand_dims(bases.load(OF_QUERY), 0)
             rises = (highest(power) > 8.0) | (n == 0)
             if rises:
@@ -482,7 +488,12 @@ def latent_codes_kernel(
     sums = (v_pairs, boxes) + passed + ring + (states_ptr, sums_ptr)
     sums = sums + (out_ptr, out_stride_token, out_stride_head, lse_ptr, lse_stride_token)
     sums = sums + (k_scale_ptr, log2_scale)
-    scores = (q_strips, q_numbers, k_strips, rope_strips, scales, bases) + passed + (q_full, q_empty) + ring
+    scores = (
+        (q_strips, q_numbers, k_strips, rope_strips, scales, bases)
+        + passed
+        + (q_full, q_empty)
+        + ring
+    )
     scores = scores + (k_scale_ptr, log2_scale)
     feed = (c_desc, boxes, rope_boxes, full, empty, q_desc, q_rope_desc, q_boxes, q_full, q_empty)
     feed = feed + (share_ptr, pieces_ptr, table_ptr, table_stride, num_pages)
