@@ -152,11 +152,11 @@ def ours(
         config = replace(latent_config(*shape, **kwargs), **changes)
         return replace(config, rows=math.gcd(config.page_size, config.block_n))
 
-    usual = plan_launch.SPARE, mla_plan.latent_rows
+    usual = plan_launch.SPARE, mla_plan.latent_rows, mla_plan.code_rows
     if spare is not None:
         plan_launch.SPARE = spare
     if rows is not None:
-        mla_plan.latent_rows = lambda num_heads, query_len, coded: rows
+        mla_plan.latent_rows = mla_plan.code_rows = lambda *given: rows
     mla_plan.latent_config = changed
     part = DecodePart(
         query_start_loc=t["starts"],
@@ -168,7 +168,7 @@ def ours(
     planner = mla_plan.LatentPlanner(DEVICE, s.num_reqs, s.page_size)
     planner._num_programs *= programs
     work = planner.plan(part, t["q"].shape[0], mla_plan.Layers(s.num_heads, coded))
-    plan_launch.SPARE, mla_plan.latent_rows = usual
+    plan_launch.SPARE, mla_plan.latent_rows, mla_plan.code_rows = usual
     mla_plan.latent_config = latent_config
     q = t["q"]
     operands = latent_launch.LatentOperands(
@@ -195,7 +195,8 @@ def ours(
 
 def variants(s: Shape) -> dict[str, dict[str, Any]]:
     """What else a shape may be run with: arguments of `ours`."""
-    narrow = s.query_len * s.num_heads <= 16
+    rows = s.query_len * s.num_heads
+    narrow = rows <= 16
     # Registers of two programs on a multiprocessor.
     two = {"programs": 2, "maxnreg": 128, "consumer_registers": 216, "producer_registers": 40}
     found: dict[str, dict[str, Any]] = {}
@@ -204,13 +205,16 @@ def variants(s: Shape) -> dict[str, dict[str, Any]]:
         if narrow:
             found["two programs of 2 blocks of 64"] = {**two, "block_n": 64, "stages": 2}
             found["4 blocks of 64"] = {"block_n": 64, "stages": 4}
+        elif rows <= 32:
+            found["4 blocks of 64"] = {"stages": 4}
+        else:
+            found["32 rows"] = {"rows": 32}
+            found["64 rows"] = {"rows": 64}
         for who, what in found.items():
             what["coded"] = who != "over numbers"
     elif narrow:
         found["4 blocks of 32"] = {"block_n": 32, "stages": 4}
         found["5 blocks of 32"] = {"block_n": 32, "stages": 5}
-    elif s.query_len * s.num_heads <= 32:
-        found["32 rows"] = {"rows": 32}
     return found
 
 

@@ -296,13 +296,15 @@ def variants(everything: bool) -> Iterator[tuple[str, str, Any, str]]:
             rows, kind = (16, narrow) if heads <= 16 else (64, "latent decode")
             config = latent_config(heads, page, rows, lse=lse, scaled=True)
             yield f"{kind} scaled {what}", kind, config, dtype
-        rows = 16 if heads <= 16 else 32
-        config = latent_config(heads, page, rows, lse=lse, coded=True)
-        yield f"{narrow} of codes {what}", narrow, config, dtype
+        for rows in (16,) if heads <= 16 else (32, 64):
+            kind = narrow if rows == 16 else "latent codes"
+            config = latent_config(heads, page, rows, lse=lse, coded=True)
+            yield f"{kind} of {rows} rows of codes {what}", kind, config, dtype
 
 
 def reports(everything: bool) -> Iterator[dict[str, Any]]:
     from attnkit.backends.hopper.decode import decode_kernel
+    from attnkit.backends.hopper.latent_codes import latent_codes_kernel
     from attnkit.backends.hopper.latent_decode import latent_decode_kernel
     from attnkit.backends.hopper.latent_narrow import latent_narrow_kernel
     from attnkit.backends.hopper.prefill import prefill_kernel
@@ -310,7 +312,7 @@ def reports(everything: bool) -> Iterator[dict[str, Any]]:
     kernels = {"prefill": prefill_kernel, "decode": decode_kernel, "decode16": decode_kernel}
     kernels |= {"prefill scaled": prefill_kernel, "prefill split": prefill_kernel}
     kernels |= {"decode of codes": decode_kernel, "decode16 beside": decode_kernel}
-    kernels |= {"latent decode": latent_decode_kernel}
+    kernels |= {"latent decode": latent_decode_kernel, "latent codes": latent_codes_kernel}
     kernels |= {"narrow latent decode": latent_narrow_kernel}
     for name, kernel, config, dtype in variants(everything):
         yield {"name": name, **compile_kernel(kernels[kernel], config, dtype)}

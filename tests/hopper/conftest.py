@@ -23,6 +23,7 @@ repair_small_floats()  # The interpreter's, in which the backend is never asked 
 KERNELS = {
     "prefill": launch,
     "decode": launch,
+    "latent_codes": latent_launch,
     "latent_decode": latent_launch,
     "latent_narrow": latent_launch,
 }
@@ -97,6 +98,7 @@ def emulate(
     for name, host in KERNELS.items():
         monkeypatch.setattr(host, f"{name}_kernel", getattr(modules[name], f"{name}_kernel"))
         monkeypatch.setattr(host, "TensorDescriptor", emulator.TensorDescriptor)
+    repair_small_floats()
     # Interpreted kernels begin when those before them are over.
     monkeypatch.setattr(merge, "gdc_wait", lambda: None)
     monkeypatch.setattr(simulator, "kernels_on", emulated_kernels_on)

@@ -566,11 +566,14 @@ gl = types.SimpleNamespace(
     SwizzledSharedLayout=_layout,
     SliceLayout=_layout,
     DotOperandLayout=_layout,
+    DistributedLinearLayout=_layout,
     num_programs=lambda axis: Value(_HERE.program.grid[axis], "int32"),
     program_id=lambda axis: Value(_HERE.program.program_id[axis], "int32"),
     arange=lambda start, end, layout: Value(np.arange(start, end), "int32"),
     zeros=lambda shape, dtype, layout: Value(np.zeros(shape, np.float32), dtype),
-    full=lambda shape, x, dtype, layout: Value(np.full(shape, x, np.float32), dtype),
+    full=lambda shape, x, dtype, layout: Value(
+        np.full(shape, _value(x, dtype).array, np.float32), dtype
+    ),
     zeros_like=lambda x: Value(np.zeros_like(x.array), x.dtype),
     load=_load,
     store=_store,
@@ -588,6 +591,7 @@ gl = types.SimpleNamespace(
     ),
     convert_layout=lambda x, layout: x,
     reshape=lambda x, shape: x.reshape(shape),
+    join=lambda a, b: Value(np.stack([a.array, b.array], axis=-1), a.dtype),
     permute=lambda x, order: Value(x.array.transpose(order), x.dtype),
     max=_reduce(np.fmax.reduce),
     sum=_reduce(np.sum),

@@ -29,7 +29,17 @@ CASES = {
     "narrow": {"num_heads": 4, "query_lens": (1, 2, 4, 0), "seq_lens": (700, 2, 129, 0)},
     "narrow, 16 heads": {"num_heads": 16, "query_lens": (1, 1), "seq_lens": (333, 5)},
     "codes": {"num_heads": 8, "query_lens": (1, 2, 1, 0), "seq_lens": (700, 2, 129, 0), **CODED},
-    "codes, 40 heads": {"num_heads": 40, "query_lens": (1, 3), "seq_lens": (333, 5), **CODED},
+    "codes, 20 heads": {"num_heads": 20, "query_lens": (1, 1), "seq_lens": (333, 5), **CODED},
+    "codes, 40 heads": {"num_heads": 40, **CODED},
+    # Maxima rise from block to block.
+    "codes, loud": {"num_heads": 40, "query_lens": (2,), "seq_lens": (390,), "scale": 0.7, **CODED},
+    "codes, 96 heads": {
+        "num_heads": 96,
+        "block_size": 48,
+        "query_lens": (1,),
+        "seq_lens": (130,),
+        **CODED,
+    },
 }
 
 
@@ -53,7 +63,11 @@ def _case(subject: MLASubject, name: str):  # type: ignore[no-untyped-def]
         ("narrow, 16 heads", 7),
         ("codes", 2),
         ("codes", 40),
-        ("codes, 40 heads", 7),
+        ("codes, 20 heads", 7),
+        ("codes, 40 heads", 2),
+        ("codes, 40 heads", 40),
+        ("codes, loud", 2),
+        ("codes, 96 heads", 2),
     ],
 )
 def test_decodes_are_right_in_few_pieces_and_in_many(
@@ -132,6 +146,47 @@ FAULTS = {
         "pass",
     ),
     "codes: keys are not scaled": ("latent_narrow", "base_scale = log2_scale * out_scale", "pass"),
+    "codes, 40 heads: tail is not zeroed": (
+        "latent_codes",
+        "zero_past_end(boxes, slot, first_block + n, num_keys, CONFIG)",
+        "pass",
+    ),
+    "codes, 40 heads: Q is overwritten early": (
+        "latent_codes",
+        "(num_done & 1) ^ 1)\n                mbarrier.expect",
+        "num_done & 1)\n                mbarrier.expect",
+    ),
+    "codes, 40 heads: scores stay multiplied": (
+        "latent_codes",
+        "scales.store(inverse * base_scale)",
+        "scales.store(inverse * 0.0 + base_scale)",
+    ),
+    "codes, 40 heads: values are not scaled": (
+        "latent_codes",
+        "    out_scale = gl.load(k_scale_ptr)\n",
+        "    out_scale = gl.load(k_scale_ptr) * 0.0 + 1.0\n",
+    ),
+    "codes, loud: what was summed is not faded": (
+        "latent_codes",
+        "faded = faded + (accs[i] * fade,)",
+        "faded = faded + (accs[i],)",
+    ),
+    "codes, loud: sums are not faded": (
+        "latent_codes",
+        "total = total * gl.max(of_own_rows(none + gl.expand_dims(fade, 0)), 1)",
+        "pass",
+    ),
+    "codes, 40 heads: weights are read before they are there": (
+        "latent_codes",
+        "mbarrier.wait(p_full.index(turn), (step >> 1) & 1)",
+        "pass",
+    ),
+    "codes, 40 heads: a block is freed early": (
+        "latent_codes",
+        "            zero_past_end(boxes, slot",
+        "            mbarrier.arrive(empty.index(slot), count=1)\n"
+        "            zero_past_end(boxes, slot",
+    ),
 }
 
 
@@ -147,7 +202,7 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, name: str) ->
 
     emulate(monkeypatch, edit)
     subject = MLASubject.of(EmulatedHopperMLA)
-    prefixes = ("narrow", "codes")
+    prefixes = ("narrow", "codes, 40 heads", "codes, loud", "codes")
     case = _case(subject, next((p for p in prefixes if name.startswith(p)), "20 heads"))
     with pytest.raises((LawBroken, AssertionError, TimeoutError, IndexError)):
         check_case(subject, case)

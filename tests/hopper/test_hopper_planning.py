@@ -10,6 +10,11 @@ import pytest
 import torch
 
 from attnkit.backends.hopper.config import ScoreConfig
+from attnkit.backends.hopper.mla_plan import (
+    HopperMLAMetadataBuilder,
+    Layers,
+    SharedMLAMetadata,
+)
 from attnkit.backends.hopper.plan import HopperMetadataBuilder
 from attnkit.backends.hopper.plan_launch import (
     Lengths,
@@ -19,6 +24,7 @@ from attnkit.backends.hopper.plan_launch import (
 from attnkit.backends.hopper.prefill_plan import RowTiles, RowWork, programs_beside
 from attnkit.backends.hopper.tuning import (
     MAX_DECODE_QUERY_LEN,
+    code_rows,
     decode_config,
     latent_config,
     min_decode_tiles,
@@ -27,7 +33,9 @@ from attnkit.backends.hopper.tuning import (
 from attnkit.batch import make_batch
 from attnkit.contract import (
     AttentionCGSupport,
+    CommonAttentionMetadata,
     FullAttentionSpec,
+    MLAAttentionSpec,
     SpeculativeConfig,
     VllmConfig,
 )
@@ -322,12 +330,57 @@ def test_shares_over_latents_end_with_requests_where_that_is_cheap(
     assert int(share[0]) == size
 
 
-@pytest.mark.parametrize(("num_heads", "tiles"), [(1, 1), (64, 1), (65, 5), (96, 2), (128, 2)])
-def test_heads_over_latents_fill_their_tiles_alike(num_heads: int, tiles: int) -> None:
-    config = latent_config(num_heads, 64, 64, lse=False)
+@pytest.mark.parametrize(
+    ("num_heads", "rows", "tiles"),
+    [(1, 64, 1), (64, 64, 1), (65, 64, 5), (96, 64, 2), (128, 64, 2), (128, 32, 4), (65, 32, 5)],
+)
+def test_heads_over_latents_fill_their_tiles_alike(num_heads: int, rows: int, tiles: int) -> None:
+    config = latent_config(num_heads, 64, rows, lse=False, coded=rows == 32)
     assert config.head_tiles == tiles
     assert config.group_size * tiles == num_heads
-    assert config.group_size <= config.pack <= 64
+    assert config.group_size <= config.pack <= rows
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "query_len", "num_reqs", "rows"),
+    [
+        (16, 1, 64, 16),
+        (4, 4, 1, 16),
+        (20, 1, 64, 32),
+        (8, 4, 64, 32),
+        (64, 1, 8, 32),  # 16 multiprocessors and a half for each tile of 64
+        (64, 1, 9, 64),
+        (128, 1, 4, 32),
+        (128, 1, 5, 64),
+        (32, 4, 4, 32),
+        (32, 3, 5, 64),
+    ],
+)
+def test_row_tiles_of_codes_are_halved_where_they_are_few(
+    num_heads: int, query_len: int, num_reqs: int, rows: int
+) -> None:
+    assert code_rows(num_heads, query_len, num_reqs, 132) == rows
+
+
+def test_a_graph_of_more_requests_finds_its_own_row_tiles_planned() -> None:
+    """A replayed step may have fewer requests than the captured one, for which tiles had other rows."""
+    spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    builder = HopperMLAMetadataBuilder(spec, ["layer"], VllmConfig(), torch.device("cpu"))
+    builder._planner._num_programs = 132
+    kind = Layers(64, coded=True)
+
+    def batch(num_reqs: int, ctx: int) -> CommonAttentionMetadata:
+        tables = [list(range(1 + 20 * r, 21 + 20 * r)) for r in range(num_reqs)]
+        return make_batch([1] * num_reqs, [ctx] * num_reqs, tables, 16)
+
+    captured = builder.build_for_cudagraph_capture(batch(9, 16))
+    assert isinstance(captured, SharedMLAMetadata)
+    work = captured.work(kind)
+    assert work.tile_rows == 64
+    few = builder.build(0, batch(2, 300))
+    assert few.work(kind).tile_rows == 32
+    # Two requests of five blocks of 64 keys.
+    assert work.share[1:3].tolist() == [10, 2]
 
 
 def _graphs(drafts: int | None) -> AttentionCGSupport:

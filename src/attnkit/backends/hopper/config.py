@@ -135,12 +135,18 @@ class LatentConfig(KernelConfig):
         head_size: columns of a latent, which are the output's too.
         rope_size: columns behind them, which scores have and values have not.
         head_tiles: row tiles that the heads of one token take.
-        tile_rows: of a row tile: tokens times `pack` of the heads; 64, in the narrow kernel 16 or 32.
+        tile_rows: of a row tile: tokens times `pack` of the heads; 16 in the narrow kernel, 32 or 64 in
+            that of codes, else 64.
     """
 
     rope_size: int
     head_tiles: int
     tile_rows: int
+
+    @property
+    def scorer_registers(self) -> int:
+        """Of a thread of the warpgroup that scores codes, beside two that accumulate."""
+        return 4 * self.maxnreg - 2 * self.consumer_registers - self.producer_registers
 
     @property
     def strip(self) -> int:
@@ -149,8 +155,8 @@ class LatentConfig(KernelConfig):
 
     @property
     def plan_block_n(self) -> int:
-        """Keys in a tile of the plan: a block for each consumer."""
-        return self.block_n * (2 if self.tile_rows == 64 else 1)
+        """Keys in a tile of the plan: a block, or one for each of the consumers that score."""
+        return self.block_n * (2 if self.tile_rows == 64 and self.element_bytes == 2 else 1)
 
     @property
     def row(self) -> LatentConfig:

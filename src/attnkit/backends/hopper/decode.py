@@ -247,7 +247,9 @@ def consume(
         mbarrier.wait(q_full, num_done & 1)
         q = q_tile
         if CODED:
-            inverse = make_float16(q_strips, q_numbers, S_LAYOUT, TILE_ROWS, HEAD_SIZE // 64)
+            inverse = make_float16(
+                q_strips, q_numbers, gl.SliceLayout(1, S_LAYOUT), TILE_ROWS, HEAD_SIZE // 64
+            )
             q = beside_codes(q_tile, S_LAYOUT)
         elif CONFIG.q_in_registers:
             q = q_tile.load(Q_LAYOUT)

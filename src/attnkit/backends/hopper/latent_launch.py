@@ -14,6 +14,7 @@ import torch
 from attnkit.backends.hopper.config import LatentConfig
 from attnkit.backends.hopper.fold_launch import FoldWork, fold_call
 from attnkit.backends.hopper.gluon_api import TensorDescriptor, gl
+from attnkit.backends.hopper.latent_codes import latent_codes_kernel
 from attnkit.backends.hopper.latent_decode import latent_decode_kernel
 from attnkit.backends.hopper.latent_narrow import latent_narrow_kernel
 from attnkit.backends.hopper.launch import LOG2_E, options_of
@@ -59,9 +60,13 @@ class LatentWork(FoldWork):
 def latent_decode_call(o: LatentOperands, work: LatentWork, config: LatentConfig) -> KernelCall:
     """The decode kernel of as many rows over a step's pieces."""
     num_blocks, block_size, width = o.cache.shape
-    is_narrow = config.tile_rows < 64
+    kernel = latent_decode_kernel
+    if config.tile_rows == 16:
+        kernel = latent_narrow_kernel
+    elif config.element_bytes == 1:
+        kernel = latent_codes_kernel
     return KernelCall(
-        kernel=latent_narrow_kernel if is_narrow else latent_decode_kernel,
+        kernel=kernel,
         grid=decode_grid(work),
         arguments={
             **decode_changes(o, work),

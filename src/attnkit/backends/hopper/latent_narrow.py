@@ -1,4 +1,4 @@
-"""The narrow decode kernel over latents: 16 or 32 rows of queries, as fast as latents can be read.
+"""The narrow decode kernel over latents: 16 rows of queries, as fast as latents can be read.
 
 In and out: as `latent_decode`, whose row tiles have 64 rows. With a few heads and one query each most of
 those would be empty, and Q, copied with them, takes the place of latents that could be on their way.
@@ -100,7 +100,7 @@ def multiply_keys(q_strips, k_strips, slot, LAYOUT: gl.constexpr, CONFIG: gl.con
     # Of codes four, that is 32 bits, stand side by side in a thread; Q likewise.
     WIDTH: gl.constexpr = 4 if CODED else 2
     # Several sums, so that a product need not wait for the one before it.
-    SUMS: gl.constexpr = 3 if CONFIG.tile_rows == 16 else 1
+    SUMS: gl.constexpr = 3
     ROWS: gl.constexpr = CONFIG.tile_rows
     BLOCK_N: gl.constexpr = CONFIG.block_n
     parts = ()
@@ -189,7 +189,7 @@ def consume(
             accs = accs + (gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT),)
         mbarrier.wait(q_full, num_done & 1)
         if CODED:
-            inverse = make_float16(q_strips, q_numbers, LAYOUT, ROWS, STRIPS)
+            inverse = make_float16(q_strips, q_numbers, gl.SliceLayout(1, LAYOUT), ROWS, STRIPS)
         for n in range(0, num_tiles):
             tile = first_tile + n
             slot = step % CONFIG.stages

@@ -1,9 +1,9 @@
 """HopperMLABackend: attention over latents on sm_90 in Gluon, as fast as its products or its memory.
 
 In: a `HopperMLAMetadata`, one layer's tensors and its latent cache, numbers or float8 codes. Out:
-attention. Decodes run in `latent_decode` and `latent_narrow`, prompts in `prefill` where their heads
-have a size that it takes, else in the portable kernel. Launches are repeated from step to step
-(`repeat`). Importing this needs neither Triton nor a GPU.
+attention. Decodes run in `latent_decode`, `latent_narrow` and `latent_codes`, prompts in `prefill` where
+their heads have a size that it takes, else in the portable kernel. Launches are repeated from step to
+step (`repeat`). Importing this needs neither Triton nor a GPU.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from attnkit.backends.hopper.config import LatentConfig
 from attnkit.backends.hopper.plan import num_sms_of
 from attnkit.backends.hopper.tuning import (
     MAX_LATENT_QUERY_LEN,
+    code_rows,
     latent_config,
     latent_rows,
 )
@@ -40,10 +41,13 @@ class LatentPlanner:
 
     Attributes:
         kinds: `Layers` that have asked so far.
+        captured_reqs: requests of the largest step that was captured; a graph of it may be replayed for
+            fewer.
     """
 
     def __init__(self, device: torch.device, max_num_reqs: int, block_size: int) -> None:
         self.kinds: set[Any] = set()
+        self.captured_reqs = 0
         self._device = device
         self._max_num_reqs = max_num_reqs
         self._block_size = block_size
@@ -62,14 +66,29 @@ class LatentPlanner:
         Returns:
             A `latent_launch.LatentWork`.
         """
-        num_heads, coded = kind
-        tile_rows = latent_rows(num_heads, part.max_query_len, coded=coded)
-        config = latent_config(num_heads, self._block_size, tile_rows, lse=False, coded=coded)
-        key = (num_heads, tile_rows, coded)
         num_reqs = part.seq_lens.shape[0]
-        work = self._share(part, config, key, max(num_reqs, self._max_num_reqs))
+        tile_rows = self._rows(part, kind, num_reqs)
+        # A graph of more requests reads what its own row tiles are given.
+        captured = self._rows(part, kind, max(num_reqs, self.captured_reqs))
+        if captured != tile_rows:
+            self._share_rows(part, kind, captured)
+        work, config = self._share_rows(part, kind, tile_rows)
         per_request = -(-part.max_query_len // (tile_rows // config.pack)) * config.head_tiles
         return replace(work, units=work.units[: num_reqs * per_request])
+
+    def _rows(self, part: DecodePart, kind: Layers, num_reqs: int) -> int:
+        if not kind.coded:
+            return latent_rows(kind.num_heads, part.max_query_len)
+        return code_rows(kind.num_heads, part.max_query_len, num_reqs, self._num_programs)
+
+    def _share_rows(
+        self, part: DecodePart, kind: Layers, tile_rows: int
+    ) -> tuple[Any, LatentConfig]:
+        config = latent_config(
+            kind.num_heads, self._block_size, tile_rows, lse=False, coded=kind.coded
+        )
+        max_num_reqs = max(part.seq_lens.shape[0], self._max_num_reqs)
+        return self._share(part, config, (*kind, tile_rows), max_num_reqs), config
 
     def _share(
         self, part: DecodePart, config: LatentConfig, key: tuple[Any, ...], max_num_reqs: int
@@ -175,6 +194,13 @@ class HopperMLAMetadataBuilder(ReplayedMLAMetadataBuilder):
     @classmethod
     def get_plan_cls(cls) -> type[SharedMLAMetadata]:
         return HopperMLAMetadata
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> MLAMetadata:
+        plan = super().build_for_cudagraph_capture(common_attn_metadata)
+        self._planner.captured_reqs = max(self._planner.captured_reqs, plan.num_decodes)
+        return plan
 
     def build(
         self,

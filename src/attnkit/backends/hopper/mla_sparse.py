@@ -183,7 +183,8 @@ class HopperMLASparseImpl(SparseLatentImpl[Any], HopperMLAImpl):
         owners = chosen.owners if source.owners is None else source.owners[some]
 
         def call() -> KernelCall:
-            pages, groups = self._pages(cache, k_scale), head_tiles(self.num_heads)
+            pages = self._pages(cache, k_scale)
+            groups = head_tiles(self.num_heads, chosen.work.tile_rows)
             return latent_gather_launch.gather_call(
                 lists, table, pages, rows, owners, chosen.work, groups
             )

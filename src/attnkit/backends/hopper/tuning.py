@@ -207,19 +207,35 @@ back, and of 64 rows a launch (B64 ctx 4096: 4 queries 253 us, not 258, 8 querie
 query's rows are few, and its equal shares are left alone (-1.5 to +1.4 %)."""
 
 
-def latent_rows(num_heads: int, query_len: int, *, coded: bool = False) -> int:
-    """Rows of a row tile over latents, for decodes of up to `query_len` queries.
+def latent_rows(num_heads: int, query_len: int) -> int:
+    """Rows of a row tile over latents, for decodes of up to `query_len` queries."""
+    return 16 if query_len << (num_heads - 1).bit_length() <= 16 else 64
 
-    Codes become numbers in the registers of a warp, so there are no products of a warpgroup; 32 rows
-    are what those hold accumulators for.
+
+FEW_ROW_TILES = 16
+"""Row tiles of 64 over codes are few where there are so many multiprocessors for each. What a piece
+costs beyond its keys counts then, and halves of a row tile halve it: 37.2 us for 57.1 at B1 ctx 32768
+H64, 48 for 61.2 at H128; but 232 for 188.7 at B64 ctx 8192 H64."""
+
+
+def code_rows(num_heads: int, query_len: int, num_reqs: int, num_sms: int) -> int:
+    """Likewise over codes, for so many requests.
+
+    At B64 ctx 8192 16 heads take 99.7 us as the 16 rows of a warp's product and 116 as the columns of a
+    warpgroup's; 32 heads 131.6 as columns, 163 as two tiles of 16 rows.
     """
-    narrow = query_len << (num_heads - 1).bit_length() <= 16
-    return 16 if narrow else 32 if coded else 64
+    rows = query_len << (num_heads - 1).bit_length()
+    if rows <= 32:
+        return 16 if rows <= 16 else 32
+    tiles = head_tiles(num_heads, 64)
+    tokens = 64 >> (num_heads // tiles - 1).bit_length()
+    num_tiles = num_reqs * tiles * -(-query_len // tokens)
+    return 32 if num_tiles * FEW_ROW_TILES <= num_sms else 64
 
 
-def head_tiles(num_heads: int, *, coded: bool = False) -> int:
-    """Row tiles that the heads of one token take, all of as many heads, at most 64 (32 of codes)."""
-    least = -(-num_heads // (32 if coded else 64))
+def head_tiles(num_heads: int, tile_rows: int) -> int:
+    """Row tiles that the heads of one token take, all of as many heads."""
+    least = -(-num_heads // tile_rows)
     return next(n for n in range(least, num_heads + 1) if num_heads % n == 0)
 
 
@@ -239,12 +255,21 @@ def latent_config(
         scaled: numbers count times the layer's scale, as codes always do.
 
     Two blocks of 64 keys take 144 KiB of shared memory, and Q 72 KiB where it has 64 rows. Of codes so
-    do two of 128, for which Q is read half as often.
+    do two of 128, for which a warp reads its 16 rows of Q half as often.
     """
-    num_tiles = head_tiles(num_heads, coded=coded)
+    num_tiles = head_tiles(num_heads, tile_rows)
     group_size = num_heads // num_tiles
-    wide = tile_rows == 64
     block_n = 128 if coded and tile_rows == 16 else 64
+    stages = 2
+    if tile_rows == 16:
+        maxnreg, consumer_registers, producer_registers = 144, 248, 40
+    elif not coded:
+        maxnreg, consumer_registers, producer_registers = 168, 240, 24
+    else:
+        # Two warpgroups accumulate, in 128 registers each where rows are 64, and one scores. A fourth
+        # block fits beside Q of 32 rows, and cost 1 to 4 %.
+        maxnreg, consumer_registers, producer_registers = 128, 176 if tile_rows == 64 else 152, 24
+        stages = 3
     return LatentConfig(
         score=ScoreConfig(lse=lse),
         head_size=512,
@@ -257,10 +282,10 @@ def latent_config(
         scaled=coded or scaled,
         block_n=block_n,
         rows=math.gcd(page_size, block_n),
-        stages=4 if coded and block_n == 64 else 2,
-        maxnreg=168 if wide else 144,
-        consumer_registers=240 if wide else 248,
-        producer_registers=24 if wide else 40,
+        stages=stages,
+        maxnreg=maxnreg,
+        consumer_registers=consumer_registers,
+        producer_registers=producer_registers,
         tile_rows=tile_rows,
     )
 
