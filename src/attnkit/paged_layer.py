@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,8 +40,6 @@ from attnkit.errors import BackendError, BatchError, ConfigurationError
 from attnkit.output_quant import QuantizedOutput
 from attnkit.selection import Choose, Selection
 from attnkit.step_checks import check_plan, check_quantized
-
-_Impl = TypeVar("_Impl", bound=AttentionImplBase[Any])
 
 _COUNTER = itertools.count()
 _SCALES = ("_q_scale", "_k_scale", "_v_scale")
@@ -167,7 +165,7 @@ class PagedLayer(nn.Module):
         super().__setstate__(state)
         self._handle = new_handle(self)
 
-    def _impl_cls(self, kind: type[_Impl]) -> type[_Impl]:
+    def _impl_cls(self, kind: type[AttentionImplBase[Any]]) -> Any:
         """The chosen backend's impl class.
 
         Raises:
