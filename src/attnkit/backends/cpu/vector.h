@@ -41,7 +41,7 @@
 #define UNROLL _Pragma("unroll")
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL _Pragma("GCC unroll 32")
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vec_i){__VA_ARGS__})
 #endif
 
