@@ -124,13 +124,22 @@ INLINE vec_i load_ints(const int32_t *p) {
 INLINE vec splat(float x) { return x - (vec){0}; }
 INLINE vec pick(vec_i mask, vec a, vec b) { return (vec)((mask & (vec_i)a) | (~mask & (vec_i)b)); }
 
-INLINE vec larger(vec a, vec b) { return pick(a > b, a, b); }
+/* a > b ? a : b, so NaN where b is. */
+INLINE vec larger(vec a, vec b) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return pick(a > b, a, b);
+#endif
+}
 
 /* 2^x for x <= 0 (a score minus the largest). Below 2^-126 it is 0; NaN stays NaN. The polynomial
  * is Taylor's for 2^f on [-0.5, 0.5]; its error is below a float's rounding. */
 INLINE vec exp2_nonpositive(vec x) {
   vec_i tiny = x < -126.0f;
-  vec c = pick(tiny, splat(-126.0f), x);
+  vec c = larger(splat(-126.0f), x);
   vec shifted = c + 12582912.0f; /* 1.5 * 2^23: the integer nearest to c in the low bits */
   vec f = c - (shifted - 12582912.0f);
   vec p = 1.54035304e-4f * f + 1.33335581e-3f;
