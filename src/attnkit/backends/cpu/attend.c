@@ -107,7 +107,7 @@ static void show_keys(struct unit *u, struct span part, int whole) {
 /* Let a unit take a path: load its queries, find what each row sees. */
 static void prepare_rows(const struct job *j, struct unit *u, enum path path) {
   u->path = path;
-  u->acc_dtype = path == VECTORS ? j->row_dtype : BF16;
+  u->acc_dtype = path != VECTORS ? BF16 : j->integers ? FOURS : j->row_dtype;
   u->copies = path == VECTORS ? KEYS : path == FEW ? SIDE : 1; /* of a row, in lanes */
   const struct batch *b = j->batch;
   const struct layer *l = j->layer;
@@ -143,6 +143,9 @@ static void prepare_rows(const struct job *j, struct unit *u, enum path path) {
   u->prefix = prefix_of(b, l, u->req);
   u->context = context;
   show_keys(u, (struct span){0, NO_LIMIT}, 0);
+#ifdef ATTNKIT_INTEGERS
+  if (path == VECTORS && j->integers) round_queries(j, u);
+#endif
   if (path == WIDE) pack_wide_queries(j, u);
   else if (path != VECTORS) pack_queries(j, u);
 }
@@ -282,6 +285,10 @@ static void work(void *argument) {
   u.acc = u.parts + j->whole_splits * MAX_ROWS * (j->v_width + 2);
   u.wide = u.acc + rows_of_acc(j) * j->v_width;
   float *rest = u.wide + (j->widen ? TILE * (j->q_width + j->v_width) : 0);
+#ifdef ATTNKIT_INTEGERS
+  place_integers(j, &u, rest);
+  if (j->integers) rest += integer_floats(j);
+#endif
   if (j->matrices) place_matrices(j, &u, rest);
   else if (j->wide) place_wide(j, &u, rest);
   for (;;) {
@@ -352,6 +359,11 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
   const int half = q_dtype == BF16 && (codes || kv_dtype == BF16);
   j.matrices = matrix_unit && half;
   j.wide = !matrix_unit && half && LANES >= 8;
+#ifdef ATTNKIT_INTEGERS
+  j.integers = half && codes && codes->kind == INT8 && codes->token_scales &&
+               layer->head_size % RUN == 0 && layer->head_size_v % RUN == 0 &&
+               layer->head_size <= MOST_CHANNELS;
+#endif
   j.many_rows = rows_of_many(&j, num_threads);
   j.whole_sides = !codes && (!batch->block_table || block_size % SIDE == 0);
   int64_t status = OK, num_units = 0, num_partials = 0, numbers = 0, cost = 0;
@@ -390,6 +402,9 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
                      rows_of_acc(&j) * j.v_width +
                      (j.widen ? TILE * (j.q_width + j.v_width) : 0) +
                      (j.matrices ? matrix_floats(&j) : j.wide ? wide_floats(&j) : 0);
+#ifdef ATTNKIT_INTEGERS
+  if (j.integers) j.workspace_size += integer_floats(&j);
+#endif
   j.workspace_size = (j.workspace_size + 15) / 16 * 16;
   if (status == OK) {
     j.workspace = aligned_alloc(64, num_threads * j.workspace_size * sizeof(float));

@@ -33,6 +33,7 @@ struct job {
   int64_t whole_splits;     /* most splits of a unit that is one item; 0: none has several */
   int matrices;             /* whether the matrix unit is used */
   int wide;                 /* whether vectors have many rows in lanes */
+  int integers;             /* whether blocks multiply bytes */
   int64_t many_rows;        /* of a unit of many */
   int whole_sides;          /* SIDE keys from a multiple of it on are never in two blocks */
   float *workspace;         /* workspace_size floats for each thread */
@@ -61,6 +62,15 @@ struct wide {
   uint16_t *codes; /* one row that was codes, as bfloat16 */
 };
 
+/* What dot products of bytes work on; `integers.h` says how. */
+struct integers {
+  int8_t *q;           /* (MAX_ROWS, 2, q_width): high and low bytes of integers */
+  float *scale;        /* (MAX_ROWS, KEYS): what 1 stands for, in the lanes of a block */
+  int32_t *offset;     /* likewise: what keys without sign add to a score */
+  int8_t *values;      /* of a tile, interleaved */
+  uint8_t *high, *low; /* (TILE / KEYS, ROWS, KEYS): weights of a block */
+};
+
 struct unit {
   int64_t req, kv_head, first_row; /* req -1: none; rows go by token, then head of the group */
   int rows;
@@ -79,6 +89,7 @@ struct unit {
   float *parts;   /* (whole_splits, MAX_ROWS, v_width + 2) */
   struct matrices m;
   struct wide w;
+  struct integers integers;
   float *wide;    /* room for (TILE, q_width) and (TILE, v_width), where rows are widened */
   float score_scale, value_scale; /* of raw scores, and of sums of values */
   int copies;
@@ -134,8 +145,13 @@ static void widen_rows(const char **rows, int from, int to, int64_t size, int64_
 static void load_scales(const char *const *rows, int from, int to, int64_t offset, float *lanes) {
   float scales[TILE] = {0};
   for (int t = from; t < to; ++t) memcpy(scales + t, rows[t] + offset, 4);
-  for (int i = 0; i < TILE / KEYS * LANES; i += KEYS)
-    memcpy(lanes + i, scales + i / LANES * KEYS, KEYS * 4);
+  for (int t = 0; t < TILE; t += KEYS) {
+#if defined(__AVX512F__)
+    store_vec(lanes + t / KEYS * LANES, (vec)_mm512_broadcast_f32x4(_mm_loadu_ps(scales + t)));
+#else
+    for (int i = 0; i < LANES; ++i) lanes[t / KEYS * LANES + i] = scales[t + i % KEYS];
+#endif
+  }
 }
 
 /* Copy rows of codes to bfloat16, padded likewise. */
