@@ -141,7 +141,7 @@ class BlockedLinear(OpaqueLinear):
         return self.multiply_all([self], x)[0]
 
     @classmethod
-    def multiply_all(cls, layers: Sequence[BlockedLinear], x: torch.Tensor) -> list[torch.Tensor]:
+    def multiply_all(cls, layers: Sequence[Any], x: torch.Tensor) -> list[torch.Tensor]:
         kernels, width = native_kernels(), x.shape[-1]
         assert kernels is not None, "a layer of this kind is made where there are kernels"
         for layer in layers:
@@ -215,7 +215,9 @@ def replace_linears(model: nn.Module, make: Callable[[nn.Linear, str], nn.Module
 def is_for_vectors(linear: nn.Linear) -> bool:
     """A layer in bfloat16 on a CPU that is without instructions for it, of whole blocks."""
     weight, bias = linear.weight, linear.bias
-    if weight.device.type != "cpu" or not _has_whole_blocks(*weight.shape, weight.dtype):
+    if weight.device.type != "cpu" or not _has_whole_blocks(
+        linear.out_features, linear.in_features, weight.dtype
+    ):
         return False
     kernels = native_kernels()
     fits = bias is None or bias.dtype is weight.dtype
