@@ -151,6 +151,56 @@ def test_long_contexts_of_codes_match_float64(subject: Subject, name: str) -> No
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 192), (512, 64)])
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": 40}, {"logits_soft_cap": 3.0}])
+def test_few_rows_over_integers_match_float64(
+    native_subject: Subject, sizes: tuple[int, int], fields: dict[str, object]
+) -> None:
+    """In bfloat16, and of whole vectors of bytes: what products of bytes serve where there are any."""
+    case = Case(
+        name="integers",
+        query_lens=(1, 2, 3, 5),
+        seq_lens=(1500, 70, 3, 100),
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=sizes[0],
+        head_size_v=sizes[1],
+        dtype=torch.bfloat16,
+        kv_cache_dtype="int8_per_token_head",
+        return_lse=True,
+    )
+    case = replace(case, **fields)  # type: ignore[arg-type]
+    layer = native_subject.layer(case)
+    run_and_judge(native_subject, layer, native_subject.inputs(layer, case))
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-30, 1e30, torch.inf, torch.nan])
+def test_a_query_of_any_size_meets_integers(native_subject: Subject, factor: float) -> None:
+    """Its integers are relative to its largest magnitude; the other queries do not see it."""
+    case = Case(
+        name="integers",
+        query_lens=(1, 1),
+        seq_lens=(50, 50),
+        head_size=64,
+        dtype=torch.bfloat16,
+        kv_cache_dtype="int8_per_token_head",
+        return_lse=True,
+    )
+    layer = native_subject.layer(case)
+    inputs = native_subject.inputs(layer, case)
+    run_and_judge(native_subject, layer, inputs)
+    plan = layer.build(inputs.batch)
+    arguments = inputs.key, inputs.value, inputs.kv_cache, plan
+    before, _ = layer(inputs.query, *arguments)
+    query = inputs.query.clone()
+    query[0] *= factor
+    after, lse = layer(query, *arguments)
+    assert torch.equal(before[1], after[1])
+    assert bool(after[0].isfinite().all()) == (abs(factor) < torch.inf)
+    if factor < 1e-3:  # all scores are 0
+        torch.testing.assert_close(lse[0], torch.full_like(lse[0], 50.0).log())
+
+
 def test_a_large_write_of_codes_is_the_same_on_every_thread(native_subject: Subject) -> None:
     layer = layer_of(native_subject, "fp8_per_token_head", 32, 32)
     key, value = (torch.randn(1000, HEADS, 32) for _ in "kv")

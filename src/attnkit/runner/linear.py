@@ -1,4 +1,4 @@
-"""PackedLinear: a linear layer whose weight lies the way the CPU's matrix product reads it.
+"""PackedLinear, BlockedLinear: linear layers whose weights lie the way a CPU's product reads them.
 
 In: a model on the CPU. Out: the same model with its 16-bit `nn.Linear` replaced. torch's own layer
 sorts such a weight anew in every call, which takes as long as a decode step's product itself: with
@@ -10,6 +10,10 @@ same rows become one node, `torch.ops.attnkit.linears` (`join.py`).
 On processors with a matrix unit few rows are multiplied by `backends/cpu/linear.c`, which reads oneDNN's
 packed weight as it lies. oneDNN's call takes 14 us before it multiplies, seven times a layer: with ours,
 compiled decode steps of SmolLM2-135M took 0.78 (16 rows) and 0.73 (one) of the time on two cores.
+
+On processors that have vectors (AVX2, AVX-512) but no instructions for bfloat16, `linear.c` multiplies
+all rows: there, two cores with AVX-512 gave SmolLM2-135M's products 0.6 of oneDNN's time with one row, a
+quarter with 16 and with 128. That is less than float32's too, whose weights are twice as long.
 """
 
 from __future__ import annotations
@@ -25,15 +29,13 @@ import torch
 from torch import nn
 
 from attnkit.backends.cpu.native import native_kernels
-from attnkit.backends.cpu.operands import NativeLinear
+from attnkit.backends.cpu.operands import LINEAR_BLOCK, NativeLinear
 from attnkit.backends.cpu.pages import give_back_freed, use_huge_pages_later
 
 _HINT_ROWS = 16
 """Rows the packing is chosen for: decode steps, where a weight is read for few rows."""
 _MOST_ROWS = 64
 """For more, oneDNN: ours took 0.5 to 0.9 of its time for 64 rows, 0.6 to 1.4 for 256."""
-_BLOCK = 32
-"""Columns and channels of a block of a weight packed for the matrix unit."""
 _FREED_BYTES = 32 << 20
 """Of weights, after which the system gets them back: what a thread that loads weights frees, others
 cannot use."""
@@ -116,6 +118,43 @@ class PackedLinear(OpaqueLinear):
         return outputs
 
 
+class BlockedLinear(OpaqueLinear):
+    """y = x W^T + b in bfloat16 by our own vectors, which the processor is without instructions for.
+
+    A row's bits do not depend on the rows beside it.
+
+    Attributes:
+        weight: (out_features, in_features); its shape and dtype can be read, its values are in blocks.
+        bias: (out_features,) or None.
+    """
+
+    def __init__(self, linear: nn.Linear, name: str = "linear") -> None:
+        super().__init__(linear, name)
+        self.weight = nn.Parameter(_in_blocks(linear.weight.detach()), requires_grad=False)
+        self.bias = linear.bias
+        self.native = NativeLinear.pack(self.weight, self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x, x.dtype)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return self.multiply_all([self], x)[0]
+
+    @classmethod
+    def multiply_all(cls, layers: Sequence[Any], x: torch.Tensor) -> list[torch.Tensor]:
+        kernels, width = native_kernels(), x.shape[-1]
+        assert kernels is not None, "a layer of this kind is made where there are kernels"
+        for layer in layers:
+            if x.dtype is not torch.bfloat16 or width != layer.in_features:
+                raise RuntimeError(
+                    f"rows of {width} numbers of {x.dtype} do not fit a weight for {layer.in_features} "
+                    "of bfloat16"
+                )
+        outputs = [x.new_empty(*x.shape[:-1], layer.out_features) for layer in layers]
+        kernels.multiply([layer.native for layer in layers], x.contiguous(), outputs)
+        return outputs
+
+
 def pack_linears(model: nn.Module) -> int:
     """Replace the linear layers of `model` whose weights can be packed, in place.
 
@@ -128,6 +167,10 @@ def pack_linears(model: nn.Module) -> int:
     mkldnn, pieces = torch.ops.mkldnn, []
 
     def pack(linear: nn.Linear, name: str) -> nn.Module | None:
+        if is_for_vectors(linear):
+            blocked = BlockedLinear(linear, name)
+            pieces.append((blocked.weight.data_ptr(), blocked.weight.nbytes))
+            return blocked
         if not is_packable(linear.weight):
             return None
         layer = PackedLinear(linear, name)
@@ -169,6 +212,18 @@ def replace_linears(model: nn.Module, make: Callable[[nn.Linear, str], nn.Module
     return num_replaced
 
 
+def is_for_vectors(linear: nn.Linear) -> bool:
+    """A layer in bfloat16 on a CPU that is without instructions for it, of whole blocks."""
+    weight, bias = linear.weight, linear.bias
+    if weight.device.type != "cpu" or not _has_whole_blocks(
+        linear.out_features, linear.in_features, weight.dtype
+    ):
+        return False
+    kernels = native_kernels()
+    fits = bias is None or bias.dtype is weight.dtype
+    return fits and kernels is not None and kernels.has_vector_products
+
+
 def is_packable(weight: torch.Tensor) -> bool:
     """A 16-bit weight on a CPU whose instructions oneDNN has kernels for."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
@@ -182,7 +237,7 @@ def is_packable(weight: torch.Tensor) -> bool:
 def _is_in_blocks(out_features: int, in_features: int, dtype: torch.dtype) -> bool:
     """Whether there is a matrix unit and oneDNN packs weights of this shape as `linear.c` reads them,
     which it does not promise: found out by packing numbers that tell where they lie."""
-    if dtype is not torch.bfloat16 or out_features % _BLOCK or in_features % _BLOCK:
+    if not _has_whole_blocks(out_features, in_features, dtype):
         return False
     kernels = native_kernels()
     if kernels is None or not kernels.has_matrix_unit:
@@ -193,10 +248,18 @@ def _is_in_blocks(out_features: int, in_features: int, dtype: torch.dtype) -> bo
     if torch.ops.mkldnn._nbytes(packed) != 2 * size:
         return False
     numbers = (ctypes.c_int16 * size).from_address(torch.ops.mkldnn.data_ptr(packed))
-    blocks = places.view(out_features // _BLOCK, _BLOCK, in_features // _BLOCK, _BLOCK // 2, 2)
-    return torch.equal(
-        torch.frombuffer(numbers, dtype=torch.int16), blocks.permute(0, 2, 3, 1, 4).flatten()
-    )
+    return torch.equal(torch.frombuffer(numbers, dtype=torch.int16), _in_blocks(places).flatten())
+
+
+def _has_whole_blocks(out_features: int, in_features: int, dtype: torch.dtype) -> bool:
+    whole = out_features % LINEAR_BLOCK == 0 and in_features % LINEAR_BLOCK == 0
+    return whole and dtype is torch.bfloat16
+
+
+def _in_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """Numbers of (out_features, in_features) in the order in which `linear.c` reads them."""
+    pairs = weight.reshape(weight.shape[0] // LINEAR_BLOCK, LINEAR_BLOCK, -1, 2)
+    return pairs.transpose(1, 2).contiguous().view(weight.shape)
 
 
 _COUNTER = itertools.count()

@@ -3,8 +3,7 @@
  * In: a unit, and the keys it goes through. Out: pointers to rows of K and V, a tile at a time, and
  * rows to be fetched meanwhile: those of the next tile, in the order of memory and spread over the
  * work, since a core waits for few lines of memory at once. Of each page of memory of a later tile the
- * first lines are fetched here, so that before its rows are asked for addresses are translated and the
- * processor has seen where it goes: it fetches on by itself then, to the end of the page. */
+ * first line is fetched here, so that before its rows are asked for addresses are translated. */
 #ifndef ATTNKIT_AHEAD_H
 #define ATTNKIT_AHEAD_H
 
@@ -12,7 +11,6 @@
 
 #define AHEAD 4 /* tiles whose rows are known: the one at hand and those after it */
 #define MEMORY_PAGE 4096
-#define FIRST_LINES 3
 
 struct located { const char *keys[TILE], *values[TILE]; };
 struct ahead {
@@ -38,7 +36,7 @@ static void look_ahead(const struct job *j, const struct unit *u, struct ahead *
     for (int t = 0; t < lo; ++t) tile->keys[t] = tile->keys[lo];
     for (int t = hi; t < TILE; ++t) tile->keys[t] = tile->keys[hi - 1];
     if (j->fetch_bytes)
-      for (int t = 0; t < TILE; t += page_rows) prefetch_row(tile->keys[t], FIRST_LINES * 64);
+      for (int t = 0; t < TILE; t += page_rows) __builtin_prefetch(tile->keys[t], 0, 2);
     a->known = at + TILE;
   }
 }

@@ -19,6 +19,7 @@
 
 #include "few.h"
 #include "tiles.h"
+#include "wide.h"
 
 /* Up to so many rows of a KV head threads share a unit's splits; more are enough units for all. */
 #define DIVIDED_ROWS 128
@@ -81,9 +82,11 @@ static void merge_splits(const struct job *j, struct unit *u, const float *parts
   }
 }
 
+INLINE int has_many_rows(enum path path) { return path == MANY || path == WIDE; }
+
 /* Rows of a unit up to a whole block. */
 INLINE int padded_rows(const struct unit *u) {
-  const int block = u->path == MANY ? MAX_ROWS : u->path == FEW ? 1 : ROWS;
+  const int block = u->path == MANY ? MAX_ROWS : u->path == WIDE ? BESIDE : u->path == FEW ? 1 : ROWS;
   return (u->rows + block - 1) / block * block;
 }
 
@@ -104,8 +107,8 @@ static void show_keys(struct unit *u, struct span part, int whole) {
 /* Let a unit take a path: load its queries, find what each row sees. */
 static void prepare_rows(const struct job *j, struct unit *u, enum path path) {
   u->path = path;
-  u->acc_dtype = path == VECTORS ? j->row_dtype : BF16;
-  u->copies = path == VECTORS ? KEYS : path == FEW ? SIDE : 1;
+  u->acc_dtype = path != VECTORS ? BF16 : j->integers ? FOURS : j->row_dtype;
+  u->copies = path == VECTORS ? KEYS : path == FEW ? SIDE : 1; /* of a row, in lanes */
   const struct batch *b = j->batch;
   const struct layer *l = j->layer;
   const int64_t group = l->num_heads / l->num_kv_heads;
@@ -113,7 +116,7 @@ static void prepare_rows(const struct job *j, struct unit *u, enum path path) {
   const int64_t context = (b->block_table ? b->seq_lens[u->req] : query_len) - query_len;
   const int64_t left = query_len * group - u->first_row;
   struct span all = {NO_LIMIT, 0};
-  const int64_t most = u->path == MANY ? j->matrix_rows : MAX_ROWS;
+  const int64_t most = has_many_rows(path) ? j->many_rows : MAX_ROWS;
   u->rows = left < most ? left : most;
   for (int r = 0; r < padded_rows(u); ++r) {
     const int64_t i = (u->first_row + r) / group;
@@ -140,7 +143,11 @@ static void prepare_rows(const struct job *j, struct unit *u, enum path path) {
   u->prefix = prefix_of(b, l, u->req);
   u->context = context;
   show_keys(u, (struct span){0, NO_LIMIT}, 0);
-  if (path != VECTORS) pack_queries(j, u);
+#ifdef ATTNKIT_INTEGERS
+  if (path == VECTORS && j->integers) round_queries(j, u);
+#endif
+  if (path == WIDE) pack_wide_queries(j, u);
+  else if (path != VECTORS) pack_queries(j, u);
 }
 
 /* Turn to a unit, unless it is the one at hand: splits of one are neighbours. */
@@ -159,6 +166,7 @@ static void take_unit(const struct job *j, struct unit *u, int64_t req, int64_t 
 static void run_keys(const struct job *j, struct unit *u, int64_t start, int64_t end,
                      int64_t unit_end) {
   if (u->path == MANY) run_matrices(j, u, start, end);
+  else if (u->path == WIDE) run_wide(j, u, start, end);
   else if (u->path == FEW) run_few(j, u, start, end, unit_end);
   else run_tiles(j, u, start, end, unit_end);
 }
@@ -173,7 +181,7 @@ static void sum_keys(const struct job *j, struct unit *u, int64_t start, int64_t
   }
   if (u->path == MANY) begin_many(j, u);
   else if (u->path == FEW) begin_few(j, u);
-  else memset(u->acc, 0, u->rows * j->v_width * sizeof(float));
+  else memset(u->acc, 0, padded_rows(u) * j->v_width * sizeof(float));
   if (end > all.hi) end = all.hi;
   const int64_t prefix = u->prefix < all.hi ? u->prefix : all.hi;
   if (start < prefix) {
@@ -196,11 +204,14 @@ INLINE int64_t rows_of_request(const struct batch *b, const struct layer *l, int
   return (b->query_start_loc[req + 1] - b->query_start_loc[req]) * (l->num_heads / l->num_kv_heads);
 }
 
+#define FEW_ROWS 16 /* up to so many leave keys where they lie */
+
 /* Who does the rows of a request. Trees are none of the matrix unit's; and one block of vectors reads
  * integers as they are, in 0.93 of the time that it takes to make them bfloat16. */
 INLINE enum path path_of(const struct job *j, int64_t req) {
-  if (!j->matrices || tree_word(j->batch, req, 0)) return VECTORS;
+  if (!(j->matrices || j->wide) || tree_word(j->batch, req, 0)) return VECTORS;
   const int64_t rows = rows_of_request(j->batch, j->layer, req);
+  if (j->wide) return rows <= FEW_ROWS ? VECTORS : WIDE;
   if (j->codes && j->codes->kind == INT8 && rows <= ROWS) return VECTORS;
   return rows <= SIDE ? FEW : MANY;
 }
@@ -222,13 +233,13 @@ static void run_item(struct job *j, struct unit *u, int64_t item) {
   const int64_t chunks = num_units / l->num_kv_heads;
   const enum path path = path_of(j, b->served[at]);
   take_unit(j, u, b->served[at], index / chunks,
-            index % chunks * (path == MANY ? j->matrix_rows : MAX_ROWS), path);
+            index % chunks * (has_many_rows(path) ? j->many_rows : MAX_ROWS), path);
 
   int64_t num_splits = items_per_unit, split = (item - j->first_item[at]) % items_per_unit;
   int64_t last = split;
   struct cuts cuts;
   float *parts = u->parts;
-  if (path == MANY && items_per_unit == 1) {
+  if (has_many_rows(path) && items_per_unit == 1) {
     sum_keys(j, u, 0, NO_LIMIT);
     finish_rows(j, u);
     return;
@@ -260,6 +271,10 @@ static void run_item(struct job *j, struct unit *u, int64_t item) {
   finish_rows(j, u);
 }
 
+INLINE int64_t rows_of_acc(const struct job *j) {
+  return j->many_rows > MAX_ROWS ? j->many_rows : MAX_ROWS;
+}
+
 static void work(void *argument) {
   struct job *j = argument;
   struct unit u;
@@ -268,8 +283,14 @@ static void work(void *argument) {
   u.scores = u.q + MAX_ROWS * j->q_width;
   u.parts = u.scores + MAX_ROWS * TILE;
   u.acc = u.parts + j->whole_splits * MAX_ROWS * (j->v_width + 2);
-  u.wide = u.acc + (j->matrices ? j->matrix_rows : MAX_ROWS) * j->v_width;
-  if (j->matrices) place_matrices(j, &u, u.wide + (j->widen ? TILE * (j->q_width + j->v_width) : 0));
+  u.wide = u.acc + rows_of_acc(j) * j->v_width;
+  float *rest = u.wide + (j->widen ? TILE * (j->q_width + j->v_width) : 0);
+#ifdef ATTNKIT_INTEGERS
+  place_integers(j, &u, rest);
+  if (j->integers) rest += integer_floats(j);
+#endif
+  if (j->matrices) place_matrices(j, &u, rest);
+  else if (j->wide) place_wide(j, &u, rest);
   for (;;) {
     const int64_t first = __atomic_fetch_add(&j->next_item, j->portion, __ATOMIC_RELAXED);
     if (first >= j->num_items) break;
@@ -279,15 +300,16 @@ static void work(void *argument) {
 }
 
 /* Rows of a unit of many, such that there are units for all threads. Bits do not depend on it. */
-static int64_t matrix_rows(const struct job *j, int64_t num_threads) {
+static int64_t rows_of_many(const struct job *j, int64_t num_threads) {
   int64_t all = 1;
   for (int64_t i = 0; i < j->batch->num_served; ++i) {
     const int64_t req = j->batch->served[i];
-    if (path_of(j, req) == MANY)
+    if (has_many_rows(path_of(j, req)))
       all += rows_of_request(j->batch, j->layer, req) * j->layer->num_kv_heads;
   }
   const int64_t share = (all + num_threads * 4 * MAX_ROWS - 1) / (num_threads * 4 * MAX_ROWS) * MAX_ROWS;
-  return share < MATRIX_ROWS ? share : MATRIX_ROWS;
+  const int64_t most = j->wide ? WIDE_ROWS : MATRIX_ROWS;
+  return share < most ? share : most;
 }
 
 /* Attend: returns OK, NO_MEMORY or BAD_BLOCK; nothing has been written unless OK.
@@ -334,15 +356,22 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
   j.row_dtype = j.widen ? codes ? BF16 : F32 : codes ? I8 : kv_dtype;
   if (v - k == k_bytes) j.fetch_bytes = k_bytes + v_bytes;
   else if (v == k) j.fetch_bytes = k_bytes > v_bytes ? k_bytes : v_bytes; /* latents: V in K */
-  j.matrices = matrix_unit && q_dtype == BF16 && (codes || kv_dtype == BF16);
-  j.matrix_rows = matrix_rows(&j, num_threads);
+  const int half = q_dtype == BF16 && (codes || kv_dtype == BF16);
+  j.matrices = matrix_unit && half;
+  j.wide = !matrix_unit && half && LANES >= 8;
+#ifdef ATTNKIT_INTEGERS
+  j.integers = half && codes && codes->kind == INT8 && codes->token_scales &&
+               layer->head_size % RUN == 0 && layer->head_size_v % RUN == 0 &&
+               layer->head_size <= MOST_CHANNELS;
+#endif
+  j.many_rows = rows_of_many(&j, num_threads);
   j.whole_sides = !codes && (!batch->block_table || block_size % SIDE == 0);
   int64_t status = OK, num_units = 0, num_partials = 0, numbers = 0, cost = 0;
   for (int64_t i = 0; i < n && status == OK; ++i) {
     const int64_t req = batch->served[i];
     const int64_t rows = rows_of_request(batch, layer, req);
     const enum path path = path_of(&j, req);
-    const int64_t most = path == MANY ? j.matrix_rows : MAX_ROWS;
+    const int64_t most = has_many_rows(path) ? j.many_rows : MAX_ROWS;
     const struct span keys = keys_of_request(batch, layer, req);
     const int64_t prefix = prefix_of(batch, layer, req);
     const struct span below = {0, prefix < keys.hi ? prefix : keys.hi};
@@ -358,7 +387,7 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
     j.num_items += units * (divide ? splits : 1);
     num_units += units;
     if (divide) num_partials += rows * layer->num_kv_heads * splits;
-    else if (path != MANY && splits > 1 && splits > j.whole_splits) j.whole_splits = splits;
+    else if (!has_many_rows(path) && splits > 1 && splits > j.whole_splits) j.whole_splits = splits;
     const int64_t width = layer->num_kv_heads * (layer->head_size + layer->head_size_v);
     numbers += (keys.hi - keys.lo + below.hi) * width;
     cost += (keys.hi - keys.lo + below.hi + 16) * rows * width;
@@ -370,9 +399,12 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
   if (!parallel || j.num_items == 1 || (cost < 1000000 && numbers < 100000)) num_threads = 1;
   j.portion = j.num_items / (num_threads * 16) + 1;
   j.workspace_size = MAX_ROWS * (j.q_width + TILE) + j.whole_splits * MAX_ROWS * (j.v_width + 2) +
-                     (j.matrices ? j.matrix_rows : MAX_ROWS) * j.v_width +
+                     rows_of_acc(&j) * j.v_width +
                      (j.widen ? TILE * (j.q_width + j.v_width) : 0) +
-                     (j.matrices ? matrix_floats(&j) : 0);
+                     (j.matrices ? matrix_floats(&j) : j.wide ? wide_floats(&j) : 0);
+#ifdef ATTNKIT_INTEGERS
+  if (j.integers) j.workspace_size += integer_floats(&j);
+#endif
   j.workspace_size = (j.workspace_size + 15) / 16 * 16;
   if (status == OK) {
     j.workspace = aligned_alloc(64, num_threads * j.workspace_size * sizeof(float));

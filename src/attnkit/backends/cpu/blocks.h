@@ -11,10 +11,21 @@
 #define ROWS 4  /* rows per step of the block functions */
 #define TILE 32 /* keys scored before their values are summed */
 
-/* Into the second-level cache, which measured 10 % faster than the first. */
+/* The lines that begin in a row, into the second-level cache, which measured 10 % faster than the first.
+ * Where rows lie one behind the other that is each line once. */
 INLINE void prefetch_row(const char *p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+  for (int64_t i = -(uintptr_t)p & 63; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
+/* Of those the i-th of parts of so many bytes. */
+INLINE void prefetch_part(const char *p, int64_t bytes, int64_t part, int64_t i) {
+  const int64_t rest = bytes - i * part;
+  prefetch_row(p + i * part, rest < part ? rest : part);
+}
+/* What is read soon, from there into the first: with both 0.95 of the time of one. */
+INLINE void bring_near(const char *p, int64_t bytes) {
+  for (int64_t i = -(uintptr_t)p & 63; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
+}
+#define NEAR_KEYS 6 /* between a value that is added and the one that is brought near */
 
 /* Scores and weights of ROWS rows over a tile stand in groups of KEYS keys: group, row, key. */
 #define GROUP (ROWS * KEYS)
@@ -25,15 +36,18 @@ INLINE int at_key(int j) { return j / KEYS * GROUP + j % KEYS; } /* of row 0; ro
 INLINE void score_rows(const int rows, const int dtype, const float *q, int64_t q_stride,
                        const char *const *keys, int64_t num_pieces, int from, int to, float *scores,
                        const char *const *fetch, int64_t fetch_bytes) {
-  const int64_t piece_bytes = PIECE * size_of(dtype);
+  const int64_t piece_bytes = PIECE * size_of(dtype), part = (fetch_bytes + num_pieces - 1) / num_pieces;
   for (int j = from - from % KEYS; j < to; j += KEYS) {
     vec sums[GROUP], x = {0};
     UNROLL
     for (int i = 0; i < rows * KEYS; ++i) sums[i] = (vec){0};
-    for (int t = 0; fetch && t < KEYS / 2; ++t) prefetch_row(fetch[j / 2 + t], fetch_bytes);
+    const int next = j + KEYS < to ? j + KEYS : j;
     for (int64_t c = 0; c < num_pieces; ++c) {
       const float *row = q + c * PIECE;
       vec a[KEYS], b[KEYS];
+      for (int t = 0; fetch && t < KEYS / 2; ++t) prefetch_part(fetch[j / 2 + t], fetch_bytes, part, c);
+      UNROLL
+      for (int t = 0; t < KEYS; ++t) bring_near(keys[next + t] + c * piece_bytes, piece_bytes);
       UNROLL
       for (int t = 0; t < KEYS; ++t) load_pair(keys[j + t] + c * piece_bytes, dtype, &a[t], &b[t]);
       UNROLL
@@ -52,7 +66,7 @@ INLINE void score_rows(const int rows, const int dtype, const float *q, int64_t 
 }
 
 /* acc[r] += sum over keys from..to of weights[r][j] * value[j] for some columns, in the order of
- * the keys. On every `fetch_every`th key a row is fetched. */
+ * the keys. A row is fetched in the course of `fetch_every` keys. */
 INLINE void value_columns(const int rows, const int dtype, const int pieces, const float *weights,
                           const char *const *values, int64_t offset, int from, int to, float *acc,
                           int64_t acc_stride, const char *const *fetch, int fetch_every,
@@ -62,13 +76,12 @@ INLINE void value_columns(const int rows, const int dtype, const int pieces, con
   vec sums[ROWS * 2 * PIECES];
   UNROLL
   for (int i = 0; i < rows * n; ++i) sums[i] = load_vec(acc + i / n * acc_stride + i % n * LANES);
-  int wait = 0;
-  for (int j = from; j < to; ++j, --wait) {
-    if (fetch && wait == 0) {
-      prefetch_row(*fetch++, fetch_bytes);
-      wait = fetch_every;
-    }
+  const int64_t part = (fetch_bytes + fetch_every - 1) / fetch_every;
+  for (int j = from, i = 0; j < to; ++j) {
+    if (fetch) prefetch_part(*fetch, fetch_bytes, part, i);
+    if (fetch && ++i == fetch_every) ++fetch, i = 0;
     vec v[2 * PIECES];
+    bring_near(values[j + NEAR_KEYS < to ? j + NEAR_KEYS : j] + offset, pieces * piece_bytes);
     UNROLL
     for (int c = 0; c < pieces; ++c)
       load_pair(values[j] + offset + c * piece_bytes, dtype, &v[2 * c], &v[2 * c + 1]);

@@ -76,6 +76,7 @@ class NativeKernels:
         self._parallel = parallel
         self.has_code_products = bool(_function(library.attnkit_has_code_products, [])())
         self.has_matrix_unit = bool(_function(library.attnkit_has_matrix_unit, [])())
+        self.has_vector_products = bool(_function(library.attnkit_has_vector_products, [])())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeKernels:
         return self  # A library is loaded once.
@@ -268,8 +269,8 @@ class NativeKernels:
     def multiply(
         self, linears: Sequence[NativeLinear], x: torch.Tensor, outputs: Sequence[torch.Tensor]
     ) -> None:
-        """Products of the same rows with the weights of linear layers, where there is a matrix unit
-        (`has_matrix_unit`).
+        """Products of the same rows with the weights of linear layers, where vectors multiply any number
+        of rows (`has_vector_products`) or a matrix unit few (`has_matrix_unit`).
 
         Args:
             linears: of in_features each.
@@ -277,7 +278,7 @@ class NativeKernels:
             outputs: likewise (num_rows, out_features), one for each.
         """
         pointers = _POINTER * len(linears)
-        self._linear(
+        status = self._linear(
             pointers(*(linear.address for linear in linears)),
             pointers(*(output.data_ptr() for output in outputs)),
             len(linears),
@@ -286,6 +287,8 @@ class NativeKernels:
             torch.get_num_threads(),
             self._parallel,
         )
+        if status:
+            raise MemoryError("a product could not allocate its rows in float32")
 
     def multiply_codes(
         self,

@@ -1,33 +1,23 @@
-/* Products of few rows with weights, y = x W^T + b, in the processor's matrix unit.
+/* Products of few or many rows with weights, y = x W^T + b.
  *
- * In: rows of bfloat16, and weights as oneDNN packs them for that unit: blocks of COLUMNS columns of the
- * result after each other, in each the numbers of PIECE channels after each other, pairs of channels
- * innermost: [columns / 32][channels / 32][16][32][2]. Out: rows of bfloat16, summed up in float32.
- * `launch.py` is the only caller.
+ * In: rows of bfloat16, and weights in blocks of COLUMNS columns of the result after each other, in each
+ * pairs of channels after each other, pairs of numbers innermost: [columns / 32][channels / 2][32][2]. So
+ * oneDNN packs them for a matrix unit, where channels are whole pieces. Out: rows of bfloat16, summed up
+ * in float32. `launch.py` is the only caller.
  *
  * How: in a decode step weights are read once for a few rows, so the time is the memory's and that of the
  * calls themselves. Weights of the same rows are one call. Each thread reads one run of blocks, as memory
- * delivers fastest; a block is in the second cache when the next rows ask for it. A row's bits do not depend on the other rows. */
+ * delivers fastest; a block is in the second cache when the next rows ask for it. A row's bits do not
+ * depend on the other rows. Here is the matrix unit's work, in `rows.h` that of vectors. */
+#include <stdlib.h>
+
 #include "amx.h"
 #include "call.h"
+#include "rows.h"
 
-#define COLUMNS 32 /* of a block */
-#define PIECE 32   /* channels of a matrix register */
-
-struct linear {
-  const uint16_t *weight, *bias; /* `bias` may be NULL */
-  int64_t columns, channels;     /* whole blocks and pieces */
-};
+#define PIECE_CHANNELS 32 /* of a matrix register */
 
 #ifdef ATTNKIT_AMX
-
-struct product {
-  const struct linear *const *linears;
-  uint16_t *const *y;
-  const uint16_t *x;
-  int64_t rows, num_blocks, num_threads, next_thread;
-};
-
 /* Round a register's rows of two halves of a block, and put them into rows of `y`. */
 static void store_sums(const struct linear *l, const float *sums, int64_t rows, int64_t column,
                        uint16_t *y) {
@@ -54,7 +44,7 @@ static void multiply_block(const struct product *p, const struct linear *l, uint
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t k = 0; k < l->channels; k += PIECE, w += PIECE * COLUMNS) {
+  for (int64_t k = 0; k < l->channels; k += PIECE_CHANNELS, w += PIECE_CHANNELS * COLUMNS) {
     _tile_loadd(6, w, 4 * COLUMNS);
     _tile_loadd(7, w + 2 * SIDE, 4 * COLUMNS);
     _tile_loadd(4, xa + k, line);
@@ -94,20 +84,37 @@ static void multiply_blocks(void *argument) {
 }
 #endif
 
+/* Whether vectors multiply rows: any number of them. Without, a matrix unit may multiply few. */
+int64_t attnkit_has_vector_products(void) {
+#ifdef ATTNKIT_ROWS
+  return 1;
+#else
+  return 0;
+#endif
+}
+
 /* The products of `x`, which has `rows` dense rows of channels, with `count` weights of as many channels;
- * `y` have dense rows of columns. To be called where there is a matrix unit. */
+ * `y` have dense rows of columns. To be called where there is a matrix unit or vectors multiply. */
 int64_t attnkit_linear(const struct linear *const *linears, uint16_t *const *y, int64_t count,
                        const uint16_t *x, int64_t rows, int64_t num_threads, parallel_fn parallel) {
-#ifdef ATTNKIT_AMX
   if (!rows) return OK;
-  struct product p = {linears, y, x, rows, 0, num_threads, 0};
+  const int64_t channels = linears[0]->channels;
+  struct product p = {linears, y, x, rows, 0, num_threads, 0, NULL, 0};
   for (int64_t i = 0; i < count; ++i) p.num_blocks += linears[i]->columns / COLUMNS;
   /* Waking the other threads costs as much as reading this many numbers of a weight. */
-  if (!parallel || p.num_blocks * COLUMNS * linears[0]->channels < 50000) p.num_threads = 1;
-  if (p.num_threads > 1) parallel(multiply_blocks, &p, p.num_threads, 0);
-  else multiply_blocks(&p);
-#else
-  (void)linears, (void)y, (void)count, (void)x, (void)rows, (void)num_threads, (void)parallel;
+  if (!parallel || p.num_blocks * COLUMNS * channels < 50000) p.num_threads = 1;
+  void (*work)(void *) = NULL;
+#ifdef ATTNKIT_ROWS
+  work = multiply_pairs;
+  p.chunk = rows_of_chunk(rows, channels);
+  p.workspace = aligned_alloc(64, num_threads * (p.chunk * channels + 15) / 16 * 64);
+  if (!p.workspace) return NO_MEMORY;
+#elif defined(ATTNKIT_AMX)
+  work = multiply_blocks;
 #endif
+  if (!work) return OK;
+  if (p.num_threads > 1) parallel(work, &p, p.num_threads, 0);
+  else work(&p);
+  free(p.workspace);
   return OK;
 }

@@ -21,19 +21,19 @@
 
 static int64_t matrix_floats(const struct job *j) {
   const int64_t widest = j->q_width > j->v_width ? j->q_width : j->v_width;
-  return j->matrix_rows * (j->q_width / 2 + j->v_width) +
+  return j->many_rows * (j->q_width / 2 + j->v_width) +
          MATRIX_KEYS * ((j->q_width + j->v_width + widest) / 2 + 3 * SIDE + 2);
 }
 
 /* Where the matrices of a thread lie in its memory from `at` on. */
 static void place_matrices(const struct job *j, struct unit *u, float *at) {
   struct matrices *m = &u->m;
-  m->acc = at, at += j->matrix_rows * j->v_width;
+  m->acc = at, at += j->many_rows * j->v_width;
   m->scores = at, at += 2 * MATRIX_KEYS * SIDE;
   m->k_scales = at, at += MATRIX_KEYS;
   m->v_scales = at, at += MATRIX_KEYS;
   m->q = (uint16_t *)at;
-  m->k = m->q + j->matrix_rows * j->q_width;
+  m->k = m->q + j->many_rows * j->q_width;
   m->v = m->k + MATRIX_KEYS * j->q_width;
   m->weights = m->v + MATRIX_KEYS * j->v_width;
   m->rows = m->weights + 2 * MATRIX_KEYS * SIDE;

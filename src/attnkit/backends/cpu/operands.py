@@ -71,6 +71,9 @@ class _Codes(ctypes.Structure):
     )
 
 
+LINEAR_BLOCK = 32
+"""Columns of a block of `linear.c`, and what a weight's channels are a multiple of."""
+
 CODED_COLUMNS, CODED_GROUP = 16, 32
 """Columns of a block of `coded.c`, and channels that share a scale."""
 
@@ -263,12 +266,13 @@ class NativeLinear:
     def pack(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeLinear:
         """
         Args:
-            weight: bfloat16 (out_features, in_features), multiples of 32, packed by oneDNN into the
-                blocks that `linear.c` describes: the caller's promise.
+            weight: bfloat16 (out_features, in_features), multiples of 32, in the blocks that `linear.c`
+                describes, packed so by oneDNN or dense: the caller's promise.
             bias: bfloat16 (out_features,), dense; None: there is none.
         """
+        address = torch.ops.mkldnn.data_ptr(weight) if weight.is_mkldnn else weight.data_ptr()
         struct = _Linear(
-            weight=torch.ops.mkldnn.data_ptr(weight),
+            weight=address,
             bias=None if bias is None else bias.data_ptr(),
             columns=weight.shape[0],
             channels=weight.shape[1],

@@ -6,6 +6,7 @@
 #define ATTNKIT_TILES_H
 
 #include "ahead.h"
+#include "integers.h"
 
 /* Whether a row of a tree sees a key, as far as the tree is concerned. */
 INLINE int in_tree(const struct unit *u, int row, int64_t key) {
@@ -21,13 +22,23 @@ static void softmax_block(const struct job *j, struct unit *u, int64_t base, int
   const float log2e = 1.44269504f, cap = l->soft_cap;
   const float scale = cap != 0.0f ? u->score_scale / cap : u->score_scale * log2e;
   const int token_scales = j->codes && j->codes->token_scales;
+  const int in_trees = u->tree[0] && base + TILE > u->context;
+  int plain = cap == 0.0f && !l->slopes && from == 0 && to == TILE && !in_trees; /* and all seen */
+  for (int r = first; r < first + ROWS && r < u->rows; ++r)
+    plain &= u->keys[r].lo <= base && u->keys[r].hi >= base + TILE;
   float factors[GROUP];
   for (int i = 0; i < GROUP; i += LANES) {
     const int lane = first * KEYS + i;
-    vec s[TILE / KEYS], best = splat(-INFINITY);
+    vec s[TILE / KEYS], best = splat(-INFINITY), other = best;
     vec_i key, lo = load_ints(u->lane.lo + lane), hi = load_ints(u->lane.hi + lane);
     for (int n = 0; n < LANES; ++n) key[n] = (int32_t)base + n % KEYS;
-    for (int g = 0; g < TILE / KEYS; ++g, key += KEYS) {
+    for (int g = 0; plain && g < TILE / KEYS; ++g) {
+      s[g] = load_vec(scores + g * GROUP + i) * scale;
+      if (token_scales) s[g] *= load_vec(u->k_scales + g * LANES);
+      if (g % 2) other = larger(s[g], other);
+      else best = larger(s[g], best);
+    }
+    for (int g = 0; !plain && g < TILE / KEYS; ++g, key += KEYS) {
       vec x = load_vec(scores + g * GROUP + i) * scale;
       if (token_scales) x *= load_vec(u->k_scales + g * LANES);
       if (cap != 0.0f) x = tanh_safe(x) * (cap * log2e);
@@ -39,7 +50,7 @@ static void softmax_block(const struct job *j, struct unit *u, int64_t base, int
       }
       const vec_i in_tile = (key >= (int32_t)base + from) & (key < (int32_t)base + to);
       s[g] = pick((key >= lo) & (key < hi) & in_tile, x, splat(-INFINITY));
-      if (u->tree[0] && base + TILE > u->context)
+      if (in_trees)
         for (int n = 0; n < LANES; ++n) {
           const int row = (lane + n) / KEYS;
           if (row < u->rows && !in_tree(u, row, key[n])) s[g][n] = -INFINITY;
@@ -47,18 +58,18 @@ static void softmax_block(const struct job *j, struct unit *u, int64_t base, int
       best = larger(s[g], best);
     }
     const vec before = load_vec(u->lane.largest + lane),
-              top = larger(largest_of_keys(best), before);
+              top = larger(largest_of_keys(larger(best, other)), before);
     /* Before a row has seen a key, 0 is subtracted: -inf - -inf would be NaN. */
     const vec zero = pick(top == -INFINITY, splat(0.0f), top);
     const vec factor = exp2_nonpositive(before - zero);
-    vec sum = load_vec(u->lane.denominator + lane) * factor;
+    vec sums[2] = {load_vec(u->lane.denominator + lane) * factor, {0}};
     for (int g = 0; g < TILE / KEYS; ++g) {
       const vec p = exp2_nonpositive(s[g] - zero);
       store_vec(scores + g * GROUP + i, token_scales ? p * load_vec(u->v_scales + g * LANES) : p);
-      sum += p;
+      sums[g % 2] += p;
     }
     store_vec(u->lane.largest + lane, top);
-    store_vec(u->lane.denominator + lane, sum);
+    store_vec(u->lane.denominator + lane, sums[0] + sums[1]);
     store_vec(factors + i, factor);
   }
   for (int r = 0; r < ROWS && first + r < u->rows; ++r) {
@@ -135,6 +146,18 @@ static void run_tiles(const struct job *j, struct unit *u, int64_t start, int64_
       widen_rows(values, from, to, l->head_size_v, j->v_width, j->kv_dtype,
                  u->wide + TILE * j->q_width);
     }
+#ifdef ATTNKIT_INTEGERS
+    if (j->integers) {
+      for (int r = 0; r < u->rows; r += ROWS) {
+        const int n = u->rows - r < ROWS ? u->rows - r : ROWS;
+        score_block_integers(j, u, r, n, keys, from, to, u->scores, r ? NULL : fetch);
+        softmax_block(j, u, base, from, to, r, u->scores);
+        if (r == 0) interleave_values(j, u, values, from, to, fetch);
+        add_block_integers(j, u, r, n, u->scores, from, to);
+      }
+      continue;
+    }
+#endif
     for (int r = 0; r < u->rows; r += ROWS) { /* the first block fetches */
       const int n = u->rows - r < ROWS ? u->rows - r : ROWS;
       float *block = u->scores + r * TILE;

@@ -8,9 +8,11 @@
 
 #define MAX_ROWS 32     /* rows of a unit: its queries and sums stay in the first-level cache */
 #define MATRIX_ROWS 512 /* at most, of many in the matrix unit: keys are packed once for all of them */
+#define BESIDE (2 * LANES) /* rows side by side in vectors of many */
 
-/* Who does a unit: vectors, or the matrix unit, for which few rows leave keys where they lie. */
-enum path { VECTORS = 0, FEW = 1, MANY = 2 };
+/* Who does a unit: vectors, for which many rows stand in lanes; or the matrix unit, for which few rows
+ * leave keys where they lie. */
+enum path { VECTORS = 0, WIDE = 1, FEW = 2, MANY = 3 };
 
 struct job {
   const struct batch *batch;
@@ -30,24 +32,43 @@ struct job {
   float *partials;          /* per row of a split: sums (v_width), largest score, denominator */
   int64_t whole_splits;     /* most splits of a unit that is one item; 0: none has several */
   int matrices;             /* whether the matrix unit is used */
-  int64_t matrix_rows;      /* of a unit of many */
+  int wide;                 /* whether vectors have many rows in lanes */
+  int integers;             /* whether blocks multiply bytes */
+  int64_t many_rows;        /* of a unit of many */
   int whole_sides;          /* SIDE keys from a multiple of it on are never in two blocks */
   float *workspace;         /* workspace_size floats for each thread */
   int64_t workspace_size, next_workspace;
   int64_t num_items, next_item, portion; /* a thread takes so many neighbours at a time */
 };
 
-/* What the matrix unit works on: of `matrix_rows` rows, and of MATRIX_KEYS keys at a time. `few.h` says
+/* What the matrix unit works on: of `many_rows` rows, and of MATRIX_KEYS keys at a time. `few.h` says
  * what left and right sides are. */
 struct matrices {
-  uint16_t *q;       /* (matrix_rows / SIDE, q_width / 2, SIDE, 2): right sides */
+  uint16_t *q;       /* (many_rows / SIDE, q_width / 2, SIDE, 2): right sides */
   uint16_t *k;       /* (MATRIX_KEYS, q_width): left side */
   uint16_t *v;       /* (v_width, MATRIX_KEYS): left side, channels in lane order */
   uint16_t *rows;    /* (MATRIX_KEYS, v_width): values, where those of the cache are copied */
   uint16_t *weights; /* (2, MATRIX_KEYS / 2, SIDE, 2): right sides */
   float *scores;     /* (2, MATRIX_KEYS, SIDE) */
-  float *acc;        /* (matrix_rows / SIDE, v_width, SIDE) */
+  float *acc;        /* (many_rows / SIDE, v_width, SIDE) */
   float *k_scales, *v_scales; /* (MATRIX_KEYS,) stored beside codes */
+};
+
+/* What vectors of many rows work on. */
+struct wide {
+  float *q;      /* (many_rows / BESIDE, q_width, BESIDE), channels in lane order */
+  float *k, *v;  /* (WIDE_KEYS, q_width), (WIDE_KEYS, v_width), likewise */
+  float *scores; /* (WIDE_KEYS, BESIDE), then weights */
+  uint16_t *codes; /* one row that was codes, as bfloat16 */
+};
+
+/* What dot products of bytes work on; `integers.h` says how. */
+struct integers {
+  int8_t *q;           /* (MAX_ROWS, 2, q_width): high and low bytes of integers */
+  float *scale;        /* (MAX_ROWS, KEYS): what 1 stands for, in the lanes of a block */
+  int32_t *offset;     /* likewise: what keys without sign add to a score */
+  int8_t *values;      /* of a tile, interleaved */
+  uint8_t *high, *low; /* (TILE / KEYS, ROWS, KEYS): weights of a block */
 };
 
 struct unit {
@@ -62,11 +83,13 @@ struct unit {
   struct span keys[MATRIX_ROWS]; /* of them, those of the run at hand */
   int64_t head[MATRIX_ROWS];
   float largest[MATRIX_ROWS], denominator[MATRIX_ROWS]; /* of the scores, in base 2 */
-  float *q, *acc; /* (MAX_ROWS, q_width), (MAX_ROWS or MATRIX_ROWS, v_width) in lane order */
+  float *q, *acc; /* (MAX_ROWS, q_width), (MAX_ROWS or many_rows, v_width) in lane order */
   int acc_dtype;  /* whose lane order */
   float *scores;  /* (MAX_ROWS / ROWS, TILE / KEYS, GROUP) */
   float *parts;   /* (whole_splits, MAX_ROWS, v_width + 2) */
   struct matrices m;
+  struct wide w;
+  struct integers integers;
   float *wide;    /* room for (TILE, q_width) and (TILE, v_width), where rows are widened */
   float score_scale, value_scale; /* of raw scores, and of sums of values */
   int copies;
@@ -74,7 +97,7 @@ struct unit {
     int32_t lo[MATRIX_ROWS], hi[MATRIX_ROWS], pos[MATRIX_ROWS];
     float slope[MATRIX_ROWS], largest[MATRIX_ROWS], denominator[MATRIX_ROWS];
   } lane;
-  /* Scales stored beside the codes of a tile's keys, each in the lanes of its key. */
+  /* Scales stored beside the codes of a tile's keys, each in the lanes of its key; one a key, of many. */
   float k_scales[TILE / KEYS * LANES], v_scales[TILE / KEYS * LANES];
 };
 
@@ -122,8 +145,13 @@ static void widen_rows(const char **rows, int from, int to, int64_t size, int64_
 static void load_scales(const char *const *rows, int from, int to, int64_t offset, float *lanes) {
   float scales[TILE] = {0};
   for (int t = from; t < to; ++t) memcpy(scales + t, rows[t] + offset, 4);
-  for (int i = 0; i < TILE / KEYS * LANES; i += KEYS)
-    memcpy(lanes + i, scales + i / LANES * KEYS, KEYS * 4);
+  for (int t = 0; t < TILE; t += KEYS) {
+#if defined(__AVX512F__)
+    store_vec(lanes + t / KEYS * LANES, (vec)_mm512_broadcast_f32x4(_mm_loadu_ps(scales + t)));
+#else
+    for (int i = 0; i < LANES; ++i) lanes[t / KEYS * LANES + i] = scales[t + i % KEYS];
+#endif
+  }
 }
 
 /* Copy rows of codes to bfloat16, padded likewise. */

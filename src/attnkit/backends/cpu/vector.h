@@ -41,7 +41,7 @@
 #define UNROLL _Pragma("unroll")
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL _Pragma("GCC unroll 32")
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vec_i){__VA_ARGS__})
 #endif
 
@@ -52,6 +52,8 @@ typedef uint16_t vec_h __attribute__((vector_size(2 * LANES)));
 typedef int8_t vec_b __attribute__((vector_size(LANES)));
 
 enum dtype { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 };
+/* Beside the lane orders of dtypes, that of channels whose bytes were interleaved by fours. */
+enum { FOURS = 4 };
 
 /* ---- numbers ---- */
 
@@ -124,13 +126,21 @@ INLINE vec_i load_ints(const int32_t *p) {
 INLINE vec splat(float x) { return x - (vec){0}; }
 INLINE vec pick(vec_i mask, vec a, vec b) { return (vec)((mask & (vec_i)a) | (~mask & (vec_i)b)); }
 
-INLINE vec larger(vec a, vec b) { return pick(a > b, a, b); }
+/* a > b ? a : b, so NaN where b is. */
+INLINE vec larger(vec a, vec b) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return pick(a > b, a, b);
+#endif
+}
 
 /* 2^x for x <= 0 (a score minus the largest). Below 2^-126 it is 0; NaN stays NaN. The polynomial
  * is Taylor's for 2^f on [-0.5, 0.5]; its error is below a float's rounding. */
 INLINE vec exp2_nonpositive(vec x) {
-  vec_i tiny = x < -126.0f;
-  vec c = pick(tiny, splat(-126.0f), x);
+  vec c = larger(splat(-126.0f), x);
   vec shifted = c + 12582912.0f; /* 1.5 * 2^23: the integer nearest to c in the low bits */
   vec f = c - (shifted - 12582912.0f);
   vec p = 1.54035304e-4f * f + 1.33335581e-3f;
@@ -140,7 +150,12 @@ INLINE vec exp2_nonpositive(vec x) {
   p = p * f + 6.93147181e-1f;
   p = p * f + 1.0f;
   vec power = (vec)(((vec_u)shifted + 127u) << 23);
-  return pick(tiny, splat(0.0f), p * power);
+#if defined(__AVX512F__)
+  const __mmask16 not_tiny = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return (vec)_mm512_maskz_mul_ps(not_tiny, (__m512)p, (__m512)power);
+#else
+  return pick(x < -126.0f, splat(0.0f), p * power);
+#endif
 }
 
 INLINE float exp2_one(float x) { return exp2_nonpositive(splat(x))[0]; }
@@ -276,6 +291,7 @@ INLINE void store_pair(uint16_t *p, vec even, vec odd) {
 /* Where element i of a row stands in lane order. */
 INLINE int64_t lane_index(int64_t i, const int dtype) {
   int64_t in = i % PIECE;
+  if (dtype == FOURS) return i / 64 * 64 + i % 16 / 4 * 16 + i % 64 / 16 * 4 + i % 4;
   return dtype == BF16 ? i - in + (in & 1) * LANES + in / 2 : i;
 }
 
