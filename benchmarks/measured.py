@@ -178,6 +178,14 @@ def _latents(record: str, cases: Sequence[str], who: dict[str, str], mode: str =
     return _table([f"{mode}", *who], rows)
 
 
+def _indexer() -> str:
+    rows = []
+    for case in ("ctx65536 B1", "ctx65536 B8", "ctx8192 B64"):
+        find = functools.partial(_find, ("mla-h200",), f"indexer of {case}", "indexer (triton)")
+        rows.append([case, find("cold"), find("graph")])
+    return _table(["choosing 2,048 keys", "cold", "graph"], rows)
+
+
 def _generations() -> str:
     rows = []
     for row in _record("e2e-h200")["rows"]:
@@ -267,12 +275,22 @@ TABLES: dict[str, Callable[[], str]] = {
         },
     ),
     "chosen": lambda: _latents(
-        "mla-chosen-h200",
+        "mla-h200",
         CHOSEN,
         {
             "hopper_mla_sparse": "hopper_mla_sparse",
             "triton_mla_sparse": "triton_mla_sparse",
             "hopper_mla, all keys": "hopper_mla",
+        },
+    ),
+    "indexer": _indexer,
+    "coded": lambda: _latents(
+        "mla-h200",
+        CODED,
+        {
+            "hopper_mla": "hopper_mla",
+            "the same over bfloat16": "hopper_mla, over numbers",
+            "triton_mla": "triton_mla",
         },
     ),
     "generations": _generations,

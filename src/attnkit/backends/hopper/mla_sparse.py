@@ -81,7 +81,7 @@ class HopperMLASparseBackend(HopperMLABackend):
 
     @classmethod
     def estimate_cost(cls, request: Any) -> float:
-        """Below `triton_mla_sparse`: 0.40 to 0.99 of its time (benchmarks/mla-chosen-h200.json)."""
+        """Below `triton_mla_sparse`: 0.42 to 1.03 of its time (benchmarks/mla-h200.json)."""
         return 0.5
 
 
