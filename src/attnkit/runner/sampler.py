@@ -72,7 +72,7 @@ class SamplingState:
             device: of the logits.
         """
         self.params = params
-        self.greedy = params.temperature == 0
+        self.greedy = params.is_greedy
         self.generator: np.random.Generator | None = None
         if not self.greedy:
             given = default_seed if params.seed is None else [params.seed]
