@@ -390,6 +390,7 @@ def race_prompts(clock: Clock, p: Prompts, peers: Any, errors: dict[str, float])
         num_tokens=total,
         query_start_loc=starts.to(DEVICE),
         max_query_len=p.length,
+        max_seq_len=p.length,
         own_rows=None,
         chunks=(),
         query_start_loc_cpu=starts.numpy().astype("int64"),

@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 PAGES = (HERE.parent / "README.md", HERE.parent / "docs" / "measured.md")
 
 PROMPT_RECORDS = ("prefill-h200", "attention-h200", "prefill-gqa-h200")
-DECODE_RECORDS = ("decode-h200", "decode-fp8-h200", "attention-h200")
+DECODE_RECORDS = ("decode-h200", "attention-h200")
 CHUNK_RECORDS = ("chunk-mixed-h200",)
 
 PROMPTS = (
@@ -161,7 +161,7 @@ def _chunks() -> str:
 def _float8() -> str:
     rows = []
     for case in DECODES[1:]:
-        find = functools.partial(_find, ("decode-fp8-h200",), who="hopper", mode="graph")
+        find = functools.partial(_find, ("decode-h200",), who="hopper", mode="graph")
         numbers = find(f"decode {case} page16 bf16")
         codes = find(f"decode {case} page16 bf16 fp8 cache")
         rows.append([case, numbers, codes, _over(numbers, codes)])

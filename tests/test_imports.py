@@ -214,6 +214,39 @@ def test_the_contract_is_one_module_to_everybody_else() -> None:
 
 # A fresh interpreter
 
+ONE_BY_ONE = """
+import importlib, os, sys, traceback
+# The package is there before any of its modules; what others made may be, and takes seconds.
+for name in ("attnkit", "torch._inductor.custom_graph_pass", "triton", "matplotlib.pyplot", "pytest"):
+    importlib.import_module(name)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+failed = []
+for name in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # What is not installed here is no fault of ours.
+            os._exit(0 if not (error.name or "attnkit").startswith("attnkit") else 1)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed.append(name)
+if failed:
+    sys.exit(", ".join(failed))
+"""
+
+
+def test_every_module_can_be_the_first_to_be_imported() -> None:
+    """None counts on what another one has registered, as a graph pass did on the CPU's operations."""
+    names = [f"attnkit.{module}" for module in MODULES if module and "__main__" not in module]
+    run = subprocess.run([sys.executable, "-c", ONE_BY_ONE, *names], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 BLOCKED = (
     "triton",
     "transformers",

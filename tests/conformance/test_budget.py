@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attnkit.conformance.budget import budget_for
+from attnkit.conformance.mla.sequence import LatentSequence
 from attnkit.conformance.oracle import Meaning, attend
 
 
@@ -49,3 +50,31 @@ def test_it_grows_with_the_scores_in_float32() -> None:
     large, _ = budget_and_answer(torch.float32, 64, gain=50.0)
     assert large.out.max() > 3 * small.out.max()
     assert large.out.max() < 1e-3
+
+
+def test_values_out_of_latents_may_be_added_up_one_by_one() -> None:
+    """As a library's float32 product may, where there is nothing else to round: one key."""
+    meaning, worst = Meaning(scale=48**-0.5), 0.0
+    for seed in range(20):
+        g = torch.Generator().manual_seed(seed)
+        q, k, v = (torch.randn(*n, generator=g) for n in ((1, 4, 48), (1, 1, 128), (1, 1, 16)))
+        weight = torch.randn(4, 64, 128, generator=g) * 128**-0.5
+        sequence = LatentSequence(q=q, k=k, v=v, meaning=meaning, weight=weight)
+        answer, budget = sequence.expected()
+        w_uk, w_uv = weight.double().split([32, 32], dim=1)
+        key = torch.cat(
+            [
+                torch.einsum("tl,hpl->thp", k[:, 0].double(), w_uk),
+                v.double().expand(-1, 4, -1),
+            ],
+            -1,
+        )
+        scores = torch.einsum("qhd,thd->qht", q.double(), key) * meaning.scale
+        attended = (scores.softmax(-1) @ k[:, 0].double()).float()
+        out = torch.zeros(1, 4, 32)
+        for column in range(128):
+            out += attended[..., column, None] * w_uv[..., column].float()
+        error = np.abs(out.double().numpy() - answer.out)
+        worst = max(worst, float((error / budget.out).max()))
+        assert (np.abs(answer.out * (1 + 2.0**-16) - answer.out) > budget.out).any()
+    assert 0.4 < worst < 1

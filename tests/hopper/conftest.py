@@ -14,8 +14,11 @@ from attnkit.backends.hopper import latent_launch, launch, merge
 from attnkit.backends.hopper.backend import HopperBackend
 from attnkit.backends.hopper.mla import HopperMLABackend
 from attnkit.backends.hopper.mla_sparse import HopperMLASparseBackend
+from attnkit.backends.triton.interpreter import repair_small_floats
 from attnkit.conformance import simulator
 from attnkit.contract import DeviceCapability
+
+repair_small_floats()  # The interpreter's, in which the backend is never asked to run.
 
 KERNELS = {
     "prefill": launch,

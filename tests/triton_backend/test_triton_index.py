@@ -14,13 +14,14 @@ from attnkit import PagedKVCache, make_batch
 from attnkit.backends.triton.configs import HOPPER
 from attnkit.backends.triton.index_launch import (
     IndexPages,
+    IndexPart,
     IndexStep,
+    index_list_calls,
     index_score_call,
-    index_top_call,
 )
 from attnkit.conformance.simulator import CaptureRefused, GraphSimulator
 from attnkit.contract import CommonAttentionMetadata
-from attnkit.errors import UnknownBackend, UnsupportedConfiguration
+from attnkit.errors import BatchError, UnknownBackend, UnsupportedConfiguration
 from attnkit.indexer import LightningIndexer
 from attnkit.mla.index_kernels import index_scores, top_positions
 from attnkit.mla.plan import seen_by_queries
@@ -125,12 +126,13 @@ def test_parts_of_a_step_and_of_a_query() -> None:
     parts = step.parts(PAGE, 150, max_scores=5 * 150)
     assert [(part.first, part.num_rows) for part in parts] == [(0, 5), (5, 5), (10, 2)]
     assert parts[0].num_splits(4, HOPPER) == 10
-    scores = parts[0].scores
+    scores = parts[0].space.scores
     for part in parts:
         first = part.first
         scores.fill_(math.nan)
         index_score_call(step, part, IndexPages.of(cache, SIZE), HOPPER).launch()
-        index_top_call(step, part).launch()
+        for call in index_list_calls(step, part, HOPPER).values():
+            call.launch()
         for row in range(first, first + part.num_rows):
             n = max(0, int(num_seen[row]))
             where = torch.arange(n, device=DEVICE)
@@ -148,15 +150,32 @@ def test_parts_of_a_step_and_of_a_query() -> None:
             assert torch.equal(lists[row : row + 1], want_list)
 
 
+def leave_best(part: IndexPart, scores: torch.Tensor, lengths: torch.Tensor) -> None:
+    """What the kernel that scores leaves beside scores: the highest rank, by each of its programs."""
+    bits = torch.where(scores == 0, 0.0, scores.nan_to_num(-math.inf, math.inf, -math.inf))
+    bits = bits.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    ranks = torch.where(bits >= 1 << 31, bits ^ 0xFFFFFFFF, bits | 1 << 31)
+    unseen = torch.arange(scores.shape[1], device=DEVICE) >= lengths[:, None]
+    best = ranks.masked_fill(unseen, 0).max(1).values
+    num_splits = part.num_splits(4, HOPPER)
+    by_program = part.space.best.view(-1)[: len(best) * num_splits].view(-1, num_splits)
+    by_program.copy_(torch.where(best >= 1 << 31, best - (1 << 32), best)[:, None])
+
+
 @pytest.mark.parametrize("k", [1, 2047, 2048, 4500])
 def test_ties_of_every_kind(k: int) -> None:
-    """NaN, infinities, zeros of both signs and subnormals, over tiles of 2048 positions."""
+    """NaN, infinities, zeros of both signs and subnormals, and numbers of a few powers of two, over
+    slices of 2048 positions."""
     lengths = [4500, 4097, 2049, 2048, 4500, 4500, 3, 1, 0, -2, 4500, 4500, 4500, 4500]
     lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     scores = hard_numbers((14, 1, 4500), torch.float32, 3)[:, 0].to(DEVICE)
     scores[0, ::3] = scores[0, 0]
     scores[1] = scores[1].sign()
     scores[2] = -math.inf
+    scores[10] = torch.linspace(3, 50, 4500, device=DEVICE)
+    scores[11] = scores[10].flip(0).round()
+    scores[12] = -scores[11]
+    scores[13, 4] = 2.0**40
     lists = torch.full((14, k), 7, dtype=torch.int32, device=DEVICE)
     step = IndexStep(
         q=torch.zeros(14, 1, 16, device=DEVICE),
@@ -167,9 +186,40 @@ def test_ties_of_every_kind(k: int) -> None:
         lists=lists,
     )
     (part,) = step.parts(1, 4500)
-    part.scores.copy_(scores)
-    index_top_call(step, part).launch()
+    part.space.scores.copy_(scores)
+    leave_best(part, scores, lengths)
+    for call in index_list_calls(step, part, HOPPER).values():
+        call.launch()
     assert torch.equal(lists, top_positions(scores, lengths, k))
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # Of NumPy.
+def test_queries_of_every_size() -> None:
+    """Queries of bfloat16 that float16 has not the range of, infinities and NaN, over codes."""
+    batch = batch_of(*LENS)
+    triton, torch_ = indexers("fp8")
+    caches = [filled(indexer, batch) for indexer in (triton, torch_)]
+    q, k, w = inputs(12, torch.bfloat16)
+    q[0] *= 2.0**100
+    q[1] *= 2.0**-110
+    q[2, 0] *= 2.0**-20
+    q[3, 0, 5], q[4, 1, 5], q[5, 2, 5] = math.inf, -math.inf, math.nan
+    q[6] = 0
+    q[7, 0], q[7, 1] = 2.0**60, 2.0**-60
+    got = triton.choose(q, k, w, caches[0], batch)
+    assert torch.equal(got, torch_.choose(q, k, w, caches[1], batch))
+
+
+def test_more_keys_than_can_be_counted_are_refused() -> None:
+    triton, _ = indexers("fp8")
+    batch = batch_of([1], [9]).replace(
+        max_seq_len=1 << 22, block_table_tensor=torch.zeros(1, 1 << 20, dtype=torch.int32)
+    )
+    lists = torch.zeros(1, K, dtype=torch.int32)
+    with pytest.raises(BatchError, match=r"4194304 keys.*less than 2097152; use backend='torch'"):
+        triton.kernels.choose(
+            *inputs(1, torch.float32)[::2], filled(triton, batch_of([1], [9]))[:, 0], batch, lists
+        )
 
 
 def test_a_captured_choice_serves_other_lengths() -> None:

@@ -28,9 +28,17 @@ from attnkit.output_quant import QuantizedOutput
 KERNELS = {
     mla_launch: ("mla_decode_kernel", "merge_kernel", "tiled_write_kernel", "choose_rows_kernel"),
     cache_launch: ("write_kernel", "encode_kernel"),
-    index_launch: ("index_write_kernel", "index_score_kernel", "index_top_kernel"),
+    index_launch: (
+        "index_write_kernel",
+        "index_score_kernel",
+        "index_count_kernel",
+        "index_sift_kernel",
+        "index_list_kernel",
+    ),
     launch: ("attention_kernel",),
 }
+SPACE = ("scores_ptr", "best_ptr", "counts_ptr", "sifted_ptr", "plans_ptr")
+"""Memory of one choice."""
 ROWS = st.sampled_from(["own", "packed", "unaligned", "wide", "heads first"])
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32])
 INTEGERS = st.sampled_from([torch.int32, torch.int64])
@@ -288,7 +296,7 @@ def test_the_choice_of_keys(log: list[Started]) -> None:
         "width": st.sampled_from([1, 4, 16, 17]),
         "max_seq_len": st.sampled_from([1, 300, 3000]),
     }
-    repeated = check_repeats(log, prepare, choices, counts, ("scores_ptr",))
+    repeated = check_repeats(log, prepare, choices, counts, SPACE)
     assert repeated.keys() == set(KERNELS[index_launch])
     assert min(repeated.values()) >= 10, repeated
 

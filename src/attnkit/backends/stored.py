@@ -64,6 +64,7 @@ class Stored:
         k_scales, v_scales: beside the codes: float32 (B, H, N), or of NVFP4 uint8 (B, H, N, size / 16);
             None: there are none.
         k_scale, v_scale: the layer's, float32 (1,) or (H,), of one shape; None: they have no part.
+        has_float8: the device makes float8 of numbers (from sm_89 on).
     """
 
     key: torch.Tensor
@@ -74,6 +75,7 @@ class Stored:
     v_scales: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    has_float8: bool = True
 
     @classmethod
     def of(
@@ -135,6 +137,7 @@ class Stored:
             v_scales=beside[1],
             k_scale=scales[0],
             v_scale=scales[1],
+            has_float8=has_e4m3,
         )
 
     @property

@@ -22,6 +22,8 @@ to be exact (one visible key, small integers):
   its size: |score|, |bias| or the norm of the products in q.k, whichever is largest. A weight moves
   by that much relatively, and adding up n of them adds eps(float32) * log2(n). Both times
   sum(|weight * value|).
+- An output that comes out of a product of its own (values out of latents) is added up in float32 by some
+  order too: 4 * eps(float32) times the norm of its products.
 
 An LSE is always float32, so its own rounding is that of float32.
 """
@@ -77,6 +79,7 @@ def budget_from(
     kv_len: int,
     dtype: torch.dtype,
     factors: Array | float = 0.0,
+    projected: Array | float = 0.0,
 ) -> Budget:
     """The budget that plain runs leave.
 
@@ -89,6 +92,8 @@ def budget_from(
         factors: (q_len, num_heads), the norm of the products of a score whose factors are themselves
             rounded to the tested dtype; 0: they are given in it. Each is off by at most eps / 2, so
             eps * norm is three and a half standard deviations of what that moves the score by.
+        projected: (q_len, num_heads, head_size_v), the norm of the products of an output that is itself
+            a product, which is summed up in float32 by some order as a score is; 0: it is none.
     """
     finite = np.isfinite(answer.lse)
     out_error = max(_largest(np.abs(out - answer.out)) for out, _ in runs)
@@ -100,6 +105,7 @@ def budget_from(
         out=2.0 * out_error
         + 2.0 * eps * (np.abs(answer.out) + answer.norm_of_terms)
         + score_rounding[..., None] * answer.sum_of_terms
+        + 4.0 * _EPS32 * projected
         + tiny,
         lse=2.0 * lse_error
         + score_rounding

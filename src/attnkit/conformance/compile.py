@@ -222,10 +222,10 @@ def _variants(gpu: configs.Gpu) -> Iterator[tuple[str, KernelCall]]:
     yield from _decode(gpu, "decode-bf16-128-to-fp8-by-64", 128, codes=kFp8Dynamic64Sym)
     for name, stored in CACHE_FORMATS.items():
         if stored.codec is not None:
-            yield _write(f"write-bf16-128-{name}", 128, bf16, cache=name)
-    yield _write("write-bf16-128", 128, bf16)
-    yield _write("write-bf16-80", 80, bf16)
-    yield _write("write-fp32-128-cache-bf16", 128, fp32, cache=bf16)
+            yield _write(gpu, f"write-bf16-128-{name}", 128, bf16, cache=name)
+    yield _write(gpu, "write-bf16-128", 128, bf16)
+    yield _write(gpu, "write-bf16-80", 80, bf16)
+    yield _write(gpu, "write-fp32-128-cache-bf16", 128, fp32, cache=bf16)
     yield from mla_variants(gpu)
     if gpu == configs.HOPPER:
         yield from hopper_variants()
@@ -363,9 +363,9 @@ def _decode(
 
 
 def _write(
-    name: str, size: int, dtype: torch.dtype, *, cache: Cache | None = None
+    gpu: configs.Gpu, name: str, size: int, dtype: torch.dtype, *, cache: Cache | None = None
 ) -> tuple[str, KernelCall]:
-    operands = _operands(size, size, dtype, cache or dtype, 16, 8, 8, configs.HOPPER)
+    operands = _operands(size, size, dtype, cache or dtype, 16, 8, 8, gpu)
     rows = empty(4096, 8, size, dtype=dtype)
     slots = empty(4096, dtype=torch.int64)
     return name, cache_launch.write_call(rows, rows, operands.stored, slots)

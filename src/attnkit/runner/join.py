@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx.node import Argument
 
-_LINEAR = torch.ops.attnkit.linear.default
-_LINEARS = torch.ops.attnkit.linears.default
+from attnkit.runner.linear import LINEAR, LINEARS
 
 
 class JoinLinears(CustomGraphPass):
@@ -23,7 +21,7 @@ class JoinLinears(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         groups: dict[tuple[Argument, Argument], list[fx.Node]] = {}
-        for node in graph.find_nodes(op="call_function", target=_LINEAR):
+        for node in graph.find_nodes(op="call_function", target=LINEAR):
             x, _, _, dtype = node.args
             groups.setdefault((x, dtype), []).append(node)
         for (x, dtype), nodes in groups.items():
@@ -38,7 +36,7 @@ class JoinLinears(CustomGraphPass):
 def _join(graph: fx.Graph, x: Argument, dtype: Argument, nodes: list[fx.Node]) -> None:
     handles, sizes = ([node.args[i] for node in nodes] for i in (1, 2))
     with graph.inserting_before(nodes[0]):
-        joined = graph.call_function(_LINEARS, (x, handles, sizes, dtype))
+        joined = graph.call_function(LINEARS, (x, handles, sizes, dtype))
         joined.meta["val"] = [node.meta["val"] for node in nodes]
         for i, node in enumerate(nodes):
             product = graph.call_function(operator.getitem, (joined, i))

@@ -301,3 +301,6 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("linears", _linears, "CompositeExplicitAutograd")
 torch.library.register_fake("attnkit::linears", _linears_fake, lib=_LIBRARY)
+
+LINEAR, LINEARS = torch.ops.attnkit.linear.default, torch.ops.attnkit.linears.default
+"""The operations, as nodes of a graph have them."""

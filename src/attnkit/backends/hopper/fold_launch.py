@@ -57,9 +57,14 @@ class FoldShape:
         return _fold_shape(work.acc.shape[0] // 2, work.units.shape[0], work.acc.shape[2])
 
     def grid(self, work: FoldWork) -> tuple[int, int, int]:
-        """Programs of the kernel."""
-        head_size = work.acc.shape[2]
-        return work.units.shape[0], -(-work.num_rows // self.rows), head_size // self.columns
+        """Programs of the kernel: no more than run at once, while a unit has one."""
+        num_units, parts = work.units.shape[0], work.acc.shape[2] // self.columns
+        blocks = -(-work.num_rows // self.rows)
+        return num_units, min(blocks, max(1, _MOST_PROGRAMS // (num_units * parts))), parts
+
+
+_MOST_PROGRAMS = 528
+"""Four a multiprocessor."""
 
 
 @functools.cache

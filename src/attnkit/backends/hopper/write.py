@@ -10,7 +10,7 @@ writes nothing. Device code, in plain Triton; `cache_launch.write_call` starts i
 import triton
 import triton.language as tl
 
-from attnkit.backends.codes import to_float8
+from attnkit.backends.codes import divide, to_float8
 
 
 @triton.jit
@@ -18,8 +18,7 @@ def stored_numbers(x, scale_ptr, head, scale_stride, CODED: tl.constexpr):
     """Rows as they go into the cache. `head`: of each row."""
     if CODED:
         scale = tl.load(scale_ptr + head * scale_stride)[:, None]
-        x = x.to(tl.float32)
-        x = to_float8(tl.div_rn(x, tl.broadcast_to(scale, x.shape)), False)
+        x = to_float8(divide(x.to(tl.float32), scale), False, True)
     return x
 
 

@@ -52,6 +52,7 @@ def write_call(
             "ENCODING": int(stored.encoding),
             "UNIT": stored.unit,
             "PER_HEAD": stored.is_scaled_per_head,
+            "HAS_FLOAT8": stored.has_float8,
         }
     return KernelCall(
         kernel=kernel,

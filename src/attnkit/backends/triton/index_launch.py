@@ -16,10 +16,23 @@ from attnkit.backends.kernel_call import KernelCall
 from attnkit.backends.repeat import kind_of
 from attnkit.backends.stored import Codes, float32_view
 from attnkit.backends.triton.configs import Gpu, index_tile, padded
-from attnkit.backends.triton.index import index_score_kernel, index_top_kernel, index_write_kernel
+from attnkit.backends.triton.index import index_score_kernel, index_write_kernel
+from attnkit.backends.triton.index_top import (
+    BINS,
+    COUNT_BITS,
+    PLAN_SIZE,
+    index_count_kernel,
+    index_list_kernel,
+    index_sift_kernel,
+)
+from attnkit.errors import BatchError
 
-_MAX_SCORES = 1 << 26
-"""Float32 elements (256 MiB) that scores of a step may take; more queries go one part after another."""
+_MAX_SCORES = 1 << 25
+"""Float32 elements (128 MiB) that scores of a step may take, and as many ranks among which the k-th best
+is found; more queries go one part after another."""
+
+_SLICE = 2048
+"""Scores of a program that lists: eight a thread."""
 
 _BLOCK_T = 16
 """Tokens of a program that writes."""
@@ -97,15 +110,58 @@ class IndexStep:
             page_size: tokens in a page.
             max_seq_len: no query sees more keys, now or in any replay.
             max_scores: float32 elements to use.
+
+        Raises:
+            BatchError: more keys than the kernels count.
         """
         num_tokens = self.lists.shape[0]
         width = max(1, min(max_seq_len, self.block_table.shape[1] * page_size))
+        if width >> COUNT_BITS.value:
+            raise BatchError(
+                f"a query may see {width} keys, of which the indexer's Triton kernels count less than "
+                f"{1 << COUNT_BITS.value}; use backend='torch', or a smaller max_seq_len"
+            )
+        num_tokens, k = self.lists.shape
         step = max(1, min(num_tokens, max_scores // width))
-        scores = self.q.new_empty(step, width, dtype=torch.float32)
+        space = IndexSpace.of(step, width, k, self.q.device)
         return [
-            IndexPart(first=first, num_rows=min(step, num_tokens - first), scores=scores)
+            IndexPart(first=first, num_rows=min(step, num_tokens - first), k=k, space=space)
             for first in range(0, num_tokens, step)
         ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class IndexSpace:
+    """Memory for queries that are served at once, which see at most `width` keys.
+
+    Attributes:
+        scores: float32 (rows, width).
+        best: int32 (rows, programs that may share a query), each one's highest rank.
+        counts: int32 (rows, slices, bins), how a slice's ranks are spread.
+        sifted: int32 (rows, width), the ranks among which the k-th best is.
+        plans: int32 (rows, slices, 8), where a slice's part of these and of the list begins.
+    """
+
+    scores: torch.Tensor
+    best: torch.Tensor
+    counts: torch.Tensor
+    sifted: torch.Tensor
+    plans: torch.Tensor
+
+    @classmethod
+    def of(cls, num_rows: int, width: int, k: int, device: torch.device) -> IndexSpace:
+        num_slices = triton.cdiv(max(width, k), _SLICE)
+
+        def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(num_rows, *shape, dtype=dtype, device=device)
+
+        return cls(
+            scores=numbers(width, dtype=torch.float32),
+            best=numbers(triton.cdiv(width, 16)),  # A program has a tile of 16 keys at least.
+            counts=numbers(num_slices, BINS.value),
+            sifted=numbers(width),
+            plans=numbers(num_slices, PLAN_SIZE.value),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -115,27 +171,37 @@ class IndexPart:
     Attributes:
         first: the first of them.
         num_rows: how many.
-        scores: float32 (at least num_rows, width), for theirs; none sees more keys than that.
+        k: positions of a list.
+        space: for theirs; none sees more keys than fit there.
     """
 
     first: int
     num_rows: int
-    scores: torch.Tensor
+    k: int
+    space: IndexSpace
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether a query may see more keys than are listed."""
+        return self.space.scores.shape[1] > self.k
 
     def num_splits(self, element_size: int, gpu: Gpu) -> int:
         """Programs that share a query, whose elements have so many bytes."""
         # Four programs fit a multiprocessor; a query alone is spread over all of them.
         fill = triton.cdiv(4 * gpu.num_sms, self.num_rows)
-        return min(fill, triton.cdiv(self.scores.shape[1], index_tile(element_size)[0]))
+        return min(fill, triton.cdiv(self.space.scores.shape[1], index_tile(element_size)[0]))
 
 
-def index_write_call(k: torch.Tensor, pages: IndexPages, slot_mapping: torch.Tensor) -> KernelCall:
+def index_write_call(
+    k: torch.Tensor, pages: IndexPages, slot_mapping: torch.Tensor, gpu: Gpu
+) -> KernelCall:
     """The write of keys.
 
     Args:
         k: (at least T, head_size), last stride 1.
         pages: of the cache.
         slot_mapping: int64 or int32 (T,); -1 writes nothing.
+        gpu: where it runs.
     """
     head_size = k.shape[1]
     return KernelCall(
@@ -153,6 +219,7 @@ def index_write_call(k: torch.Tensor, pages: IndexPages, slot_mapping: torch.Ten
             "PAGE_SIZE": pages.keys.shape[1],
             "BLOCK_T": _BLOCK_T,
             "UNIT": pages.unit,
+            "HAS_FLOAT8": gpu.has_e4m3,
         },
         device=k.device,
         options={"num_warps": 4, "num_stages": 1},
@@ -210,7 +277,7 @@ def index_score_call(step: IndexStep, part: IndexPart, pages: IndexPages, gpu: G
             "UNIT": pages.unit,
         },
         device=q.device,
-        options={"num_warps": num_warps, "num_stages": 2},
+        options={"num_warps": num_warps, "num_stages": 3},
     )
 
 
@@ -223,6 +290,7 @@ def index_score_changes(step: IndexStep, part: IndexPart, gpu: Gpu) -> dict[str,
     """Arguments of `index_score_call` that differ from one step to the next."""
     return {
         **_of_part(step, part),
+        "best_ptr": part.space.best,
         "q_ptr": step.q,
         "weights_ptr": step.weights,
         "table_ptr": step.block_table,
@@ -231,40 +299,65 @@ def index_score_changes(step: IndexStep, part: IndexPart, gpu: Gpu) -> dict[str,
     }
 
 
-def index_top_call(step: IndexStep, part: IndexPart) -> KernelCall:
-    """The lists of some queries, by scores that `index_score_call` has left."""
-    return KernelCall(
-        kernel=index_top_kernel,
-        grid=index_top_grid(part),
-        arguments={**index_top_changes(step, part), "BLOCK_R": 128, "BLOCK_N": 2048},
-        device=step.q.device,
-        options={"num_warps": 8, "num_stages": 1},
-    )
-
-
-def index_top_grid(part: IndexPart) -> tuple[int]:
-    """Programs of the kernel."""
-    return (part.num_rows,)
-
-
-def index_top_changes(step: IndexStep, part: IndexPart) -> dict[str, Any]:
-    """Arguments of `index_top_call` that differ from one step to the next."""
+def index_list_calls(step: IndexStep, part: IndexPart, gpu: Gpu) -> dict[str, KernelCall]:
+    """What makes the lists of some queries, in turn, by names; of scores that `index_score_call` has
+    left, if `part.is_scored`."""
+    device = step.q.device
+    blocks = {"SLICE": _SLICE, "BLOCK_R": 128}
+    options = {"num_warps": 8, "num_stages": 1}
+    changes, grid = index_list_changes(step, part, gpu), index_list_grid(part)
+    bins = {"SCORE_BLOCK": index_tile(step.q.element_size())[0], **blocks}
+    kernels = {
+        "count": (index_count_kernel, bins),
+        "sift": (index_sift_kernel, {**bins, "BLOCK_S": 32}),
+        "list": (index_list_kernel, blocks),
+    }
     return {
-        **_of_part(step, part),
-        "lists_ptr": step.lists,
-        "lists_stride": step.lists.stride(0),
+        name: KernelCall(
+            kernel=kernels[name][0],
+            grid=grid,
+            arguments={**arguments, **kernels[name][1]},
+            device=device,
+            options=options,
+        )
+        for name, arguments in changes.items()
     }
 
 
+def index_list_grid(part: IndexPart) -> tuple[int, int]:
+    """Programs of each of these."""
+    return (part.num_rows, part.space.plans.shape[1])
+
+
+def index_list_changes(step: IndexStep, part: IndexPart, gpu: Gpu) -> dict[str, dict[str, Any]]:
+    """Arguments of `index_list_calls` that differ from one step to the next, by the same names."""
+    space, common = part.space, _of_part(step, part)
+    plans = {"plans_ptr": space.plans, "sifted_ptr": space.sifted}
+    listed = {
+        "list": {**common, **plans, "lists_ptr": step.lists, "lists_stride": step.lists.stride(0)}
+    }
+    if not part.is_scored:
+        return listed
+    num_splits = part.num_splits(step.q.element_size(), gpu)
+    counted = {
+        **common,
+        "best_ptr": space.best,
+        "counts_ptr": space.counts,
+        "num_splits": num_splits,
+    }
+    return {"count": counted, "sift": {**counted, **plans}, **listed}
+
+
 def _of_part(step: IndexStep, part: IndexPart) -> dict[str, Any]:
-    """What differs from one step to the next for both kernels."""
+    """What differs from one step to the next for all kernels."""
+    scores = part.space.scores
     return {
-        "scores_ptr": part.scores,
+        "scores_ptr": scores,
         "query_start_loc_ptr": step.query_start_loc,
         "seq_lens_ptr": step.seq_lens,
         "num_reqs": step.seq_lens.shape[0],
         "first_query": part.first,
-        "max_seen": part.scores.shape[1],
-        "k": step.lists.shape[1],
-        "scores_stride": part.scores.stride(0),
+        "max_seen": scores.shape[1],
+        "k": part.k,
+        "scores_stride": scores.stride(0),
     }

@@ -41,6 +41,7 @@ class TritonIndexKernels:
     def write(self, k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         # Here, so that the class can be asked questions where Triton is not installed.
         from attnkit.backends.triton import index_launch
+        from attnkit.backends.triton.launch import gpu_of
 
         k = rows_of(k)
         self._repeats.launch(
@@ -49,7 +50,7 @@ class TritonIndexKernels:
             index_launch.index_write_grid(slot_mapping),
             index_launch.index_write_changes(k, slot_mapping),
             lambda: index_launch.index_write_call(
-                k, index_launch.IndexPages.of(cache, k.shape[1]), slot_mapping
+                k, index_launch.IndexPages.of(cache, k.shape[1]), slot_mapping, gpu_of(k.device)
             ),
         )
 
@@ -77,19 +78,23 @@ class TritonIndexKernels:
         )
         kind = step.kind
         for part in step.parts(cache.shape[1], batch.max_seq_len):
-            self._repeats.launch(
-                ("score", *kind),
-                cache,
-                index_launch.index_score_grid(step, part, gpu),
-                index_launch.index_score_changes(step, part, gpu),
-                lambda part=part: index_launch.index_score_call(
-                    step, part, index_launch.IndexPages.of(cache, q.shape[2]), gpu
-                ),
-            )
-            self._repeats.launch(
-                ("top", *kind),
-                cache,
-                index_launch.index_top_grid(part),
-                index_launch.index_top_changes(step, part),
-                lambda part=part: index_launch.index_top_call(step, part),
-            )
+            if part.is_scored:
+                self._repeats.launch(
+                    ("score", *kind),
+                    cache,
+                    index_launch.index_score_grid(step, part, gpu),
+                    index_launch.index_score_changes(step, part, gpu),
+                    lambda part=part: index_launch.index_score_call(
+                        step, part, index_launch.IndexPages.of(cache, q.shape[2]), gpu
+                    ),
+                )
+            for name, changes in index_launch.index_list_changes(step, part, gpu).items():
+                self._repeats.launch(
+                    (name, *kind),
+                    cache,
+                    index_launch.index_list_grid(part),
+                    changes,
+                    lambda part=part, name=name: index_launch.index_list_calls(step, part, gpu)[
+                        name
+                    ],
+                )

@@ -7,7 +7,7 @@ Importing this file does not need Triton.
 The interpreter holds bfloat16 as bit patterns in uint16. It multiplies the patterns in `tl.dot`, and
 cuts bits off instead of rounding when it narrows float32 (Triton 3.6 to 3.9; upstream says it does not
 support bfloat16). Loads, stores and widening are right, so kernels that widen before any arithmetic
-of their own are right once these two are. float8 codes it reads without infinity and NaN.
+of their own are right once these two are. float8 codes it reads and makes without infinity and NaN.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def is_interpreting() -> bool:
 
 
 def repair_small_floats() -> None:
-    """Multiply and round bfloat16, and read float8, as a GPU does. Repeating it does nothing more."""
+    """Multiply and round bfloat16, read and make float8 as a GPU does. Repeating it does nothing
+    more."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -59,11 +60,13 @@ def repair_small_floats() -> None:
 
     @functools.wraps(fp_to_fp)
     def convert(self: Any, src: Any, dst_type: Any, rounding: Any) -> Any:
-        kind = src.dtype.scalar
+        kind, wanted = src.dtype.scalar, dst_type.scalar
+        if wanted in (tl.float8e4nv, tl.float8e5) and kind == tl.float32:
+            return interpreter.TensorHandle(_to_float8(src.data, wanted == tl.float8e5), wanted)
         if kind not in (tl.float8e4nv, tl.float8e5):
             return fp_to_fp(self, src, dst_type, rounding)
         numbers = interpreter.TensorHandle(_of_float8(src.data, kind == tl.float8e5), tl.float32)
-        return numbers if dst_type.scalar == tl.float32 else cast(self, numbers, dst_type)
+        return numbers if wanted == tl.float32 else cast(self, numbers, dst_type)
 
     builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = dot, cast, convert
 
@@ -105,6 +108,14 @@ def _of_float8(codes: npt.NDArray[np.uint8], is_e5m2: bool) -> npt.NDArray[np.fl
     dtype = torch.float8_e5m2 if is_e5m2 else torch.float8_e4m3fn
     table = torch.arange(256).to(torch.uint8).view(dtype).float().numpy()
     return table[codes]
+
+
+def _to_float8(x: npt.NDArray[np.float32], is_e5m2: bool) -> npt.NDArray[np.uint8]:
+    """The nearest codes, ties to even; too large becomes the largest, NaN 0x7F."""
+    dtype = torch.float8_e5m2 if is_e5m2 else torch.float8_e4m3fn
+    largest = torch.finfo(dtype).max
+    codes = torch.from_numpy(x.copy()).clamp(-largest, largest).to(dtype).view(torch.uint8).numpy()
+    return np.where(np.isnan(x), 0x7F, codes).astype(np.uint8)
 
 
 def _to_bfloat16(x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from attnkit.backends.kernel_call import KernelCall
-from attnkit.backends.stored import Encoding
+from attnkit.backends.stored import Codes, Encoding
 from attnkit.backends.triton.configs import padded
 from attnkit.backends.triton.interpreter import is_interpreting, repair_small_floats
 from attnkit.backends.triton.launch import DecodeWork
@@ -226,6 +226,7 @@ def tiled_write_call(
             "BLOCK_R": padded(k_pe.shape[-1]),
             "PAGE_SIZE": codes.shape[1],
             "BLOCK_T": _BLOCK_T,
+            "HAS_FLOAT8": pages.codes is Codes.NUMBERS,
         },
         device=kv_c.device,
         options={"num_warps": 4, "num_stages": 1},

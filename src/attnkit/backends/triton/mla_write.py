@@ -42,6 +42,7 @@ def tiled_write_kernel(
     BLOCK_R: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    HAS_FLOAT8: tl.constexpr,
 ):
     """One program encodes one tile of BLOCK_T tokens; the last one along the second axis copies their
     rotated parts."""
@@ -53,7 +54,7 @@ def tiled_write_kernel(
         x = x.to(tl.float32)
         largest = tl.max((bits_of(x) & 0x7FFFFFFF).to(tl.int32), 1)
         scale = token_scale(largest, 448.0)
-        codes = to_float8(quotients(x, scale[:, None], 448.0), False)
+        codes = to_float8(quotients(x, scale[:, None], 448.0), False, HAS_FLOAT8)
         places = page * codes_stride_page + row * codes_stride_row + tile * TILE
         tl.store(codes_ptr + places[:, None] + columns[None, :], codes, mask=written[:, None])
         places = page * tile_stride_page + row * tile_stride_row + tile

@@ -102,6 +102,7 @@ def write_output(
         if scale_ptr is not None:
             scale = tl.load(scale_ptr)
         x = out.to(q_ptr.dtype.element_ty).to(tl.float32)
+        # By instructions that every device has: beside attention these are few.
         if ENCODING == NVFP4 or block_scales_ptr is None:
             encode_vectors(
                 x,
@@ -114,6 +115,7 @@ def write_output(
                 BLOCK_DV,
                 ENCODING,
                 UNIT,
+                False,
             )
         else:
             # Each group of a row is a vector with a scale of its own.
@@ -131,4 +133,5 @@ def write_output(
                 UNIT,
                 ENCODING,
                 UNIT,
+                False,
             )

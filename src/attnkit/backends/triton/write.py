@@ -14,6 +14,7 @@ import triton.language as tl
 from attnkit.backends.codes import (
     BLOCK,
     bits_of,
+    divide,
     e4m3_numbers,
     halves,
     quotients,
@@ -118,6 +119,7 @@ def encode_vectors(
     BLOCK_SIZE: tl.constexpr,
     ENCODING: tl.constexpr,
     UNIT: tl.constexpr,
+    HAS_FLOAT8: tl.constexpr,
 ):
     """Store codes of (BLOCK_T, BLOCK_SIZE) float32 numbers, zero past SIZE, and the scales beside them.
 
@@ -133,7 +135,7 @@ def encode_vectors(
         wanted = tl.div_rn(
             largest.to(tl.float32, bitcast=True), tl.broadcast_to(6.0 * scale, largest.shape)
         )
-        own = to_float8(tl.where(wanted < 0.001953125, 0.001953125, wanted), False)
+        own = to_float8(tl.where(wanted < 0.001953125, 0.001953125, wanted), False, HAS_FLOAT8)
         tl.store(
             scales_ptr + offsets[:, None] + columns[None, :],
             own,
@@ -151,9 +153,10 @@ def encode_vectors(
         elif ENCODING == INT4:
             codes = (to_integer(q) + 8).to(tl.uint8)
         else:
-            codes = to_float8(q, False)
+            codes = to_float8(q, False, HAS_FLOAT8)
     else:
-        codes = to_float8(tl.div_rn(x, tl.broadcast_to(scale, x.shape)), ENCODING == E5M2)
+        whole = tl.full([rows, 1], scale, tl.float32)
+        codes = to_float8(divide(x, whole), ENCODING == E5M2, HAS_FLOAT8)
     if PER_BYTE == 2:
         codes = halves(codes)
     columns = tl.arange(0, BLOCK_SIZE // PER_BYTE)
@@ -198,6 +201,7 @@ def encode_kernel(
     ENCODING: tl.constexpr,
     UNIT: tl.constexpr,
     PER_HEAD: tl.constexpr,
+    HAS_FLOAT8: tl.constexpr,
 ):
     """One program encodes BLOCK_T tokens of one KV head. Strides of the cache count UNIT bytes."""
     head = tl.program_id(1).to(tl.int64)
@@ -224,6 +228,7 @@ def encode_kernel(
         BLOCK_D,
         ENCODING,
         UNIT,
+        HAS_FLOAT8,
     )
     v_scale = None
     if v_scale_ptr is not None:
@@ -247,4 +252,5 @@ def encode_kernel(
         BLOCK_DV,
         ENCODING,
         UNIT,
+        HAS_FLOAT8,
     )

@@ -154,7 +154,7 @@ def _index(
     slots = empty(256, dtype=torch.int64)
     yield (
         f"{name}-write",
-        index_launch.index_write_call(empty(256, 128, dtype=dtype), pages, slots),
+        index_launch.index_write_call(empty(256, 128, dtype=dtype), pages, slots, gpu),
     )
     step = index_launch.IndexStep(
         q=empty(256, 64, 128, dtype=dtype),
@@ -166,4 +166,5 @@ def _index(
     )
     part = step.parts(page, 1 << 16)[0]
     yield f"{name}-score", index_launch.index_score_call(step, part, pages, gpu)
-    yield f"{name}-top", index_launch.index_top_call(step, part)
+    for kernel, call in index_launch.index_list_calls(step, part, gpu).items():
+        yield f"{name}-{kernel}", call

@@ -47,7 +47,10 @@ class LatentSequence(WholeSequence):
         seen = visible(first + np.arange(len(q)), keys, self.meaning)[:, None]
         factors = abs(self.meaning.scale) * np.sqrt(np.where(seen, norms, 0).max(-1, initial=0))
         runs = [self._expanded(), self._absorbed()]
-        return answer, budget_from(runs, answer, len(latents), self.q.dtype, factors)
+        # Each latent becomes a value in a product, or what is attended to does, whose norm is no larger.
+        products = np.sqrt(np.einsum("tl,hvl->thv", latents**2, w_uv**2))
+        projected = attend(q, key, products, self.meaning).out
+        return answer, budget_from(runs, answer, len(latents), self.q.dtype, factors, projected)
 
     @property
     def _nope(self) -> int:
