@@ -70,7 +70,7 @@ def test_random_layers_match_float64(subject: Subject, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_prompts_match_float64(native_subject: Subject, seed: int) -> None:
-    """Enough rows in bfloat16 for the matrix unit, beside requests that it does not serve."""
+    """Enough rows in bfloat16 for what serves many, beside requests that it does not."""
     case, draw = random_case(seed), random.Random(seed)
     query_lens = [draw.choice([1, 45]), 150]
     cacheless = case.attn_type is AttentionType.ENCODER_ONLY

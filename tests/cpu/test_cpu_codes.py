@@ -126,7 +126,10 @@ def test_head_sizes_that_fill_no_vector(subject: Subject, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CODED)
-def test_long_contexts_of_codes_match_float64(subject: Subject, name: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_contexts_of_codes_match_float64(
+    subject: Subject, name: str, dtype: torch.dtype
+) -> None:
     """Splits, merges and more rows than a unit has; threads share the work."""
     case = Case(
         name="long-codes",
@@ -136,6 +139,7 @@ def test_long_contexts_of_codes_match_float64(subject: Subject, name: str) -> No
         num_kv_heads=2,
         head_size=32,
         head_size_v=64,
+        dtype=dtype,
         kv_cache_dtype=name,
         per_head_scales=cache_format(name).reads_layer_scales,
         sliding_window=700,

@@ -44,8 +44,8 @@ def test_a_token_has_the_same_bits_however_its_prompt_is_cut(
     native_subject: Subject, dtype: torch.dtype
 ) -> None:
     """The last query of a chunk of 1 to 60 tokens, on the native path: of few rows, whose splits
-    the threads share, and of many, where a thread does all of them. In bfloat16 there may be a matrix
-    unit, which rounds weights: same bits below 16 rows, from there to 128, and above."""
+    the threads share, and of many, where a thread does all of them. In bfloat16 many rows may go to a
+    matrix unit or stand in lanes: same bits below 16 rows, from there to 128, and above."""
     length, most = 1100, 60
     case = replace(CASE, dtype=dtype, query_lens=(most,), seq_lens=(length,), sliding_window=990)
     layer = native_subject.layer(case)

@@ -11,8 +11,10 @@
  * mates, its query length or the number of threads. Threads take portions of (unit, split) items
  * from one counter; the last to finish a unit merges its splits in order. Queries in bfloat16 go to
  * the matrix unit where there is one: few rows leave keys where they lie (`few.h`), many are larger
- * units that pack them (`matrix.h`). There, bits do depend on whether a query has many rows, and,
- * beyond the first split, on whether it has more than DIVIDED_ROWS, whose keys are not cut. The
+ * units that pack them (`matrix.h`). Without one, many rows stand in the lanes of vectors (`wide.h`), and
+ * few over codes that are integers are products of bytes (`integers.h`). In bfloat16, bits do depend on
+ * whether a query has many rows, and in a matrix unit, beyond the first split, on whether it has more
+ * than DIVIDED_ROWS, whose keys are not cut. The
  * threads are those torch already has: the host passes the address of GOMP_parallel, so there is no
  * second OpenMP runtime to fight with. */
 #include <stdlib.h>
