@@ -9,8 +9,8 @@ installed. Weights are rounded to nearest, without data: quality is measured by
 By torch, one core with AMX took for a weight of 576 x 1536 that was in no near cache 197 us with 1 row
 and 212 with 16 in bfloat16, 121 and 130 in int8, 72 and 383 in 4 bits. There, 4 bits serve one stream,
 and int8 saves half the memory; in so small a model what makes codes of activations costs more than the
-product saves. By our own, two cores with AVX-512 VNNI and no instructions for bfloat16 gave 1.4 times the
-tokens of weights in bfloat16 with 8 bits, compiled, with one prompt and with 16
+product saves. By our own, 8 bits gave two cores with AVX-512 VNNI and no instructions for bfloat16 1.4
+times the tokens of weights in bfloat16, compiled, with one prompt and with 16
 (`benchmarks/weights-int8-cpu.json`).
 """
 
