@@ -122,7 +122,7 @@ class PerTokenHeadCodec(Codec):
         # By a tensor, not by a number: on CUDA torch multiplies by a number's rounded reciprocal, which
         # is off by a bit from the quotient that every other writer of these pages stores.
         own = (magnitude / magnitude.new_tensor(self.largest)).clamp(min=SCALE_FLOOR)
-        own = _one_nan(own)  # Last: CUDA's quotients have a NaN of their own.
+        own.masked_fill_(own.isnan(), torch.nan)  # Last: CUDA's quotients have a NaN of their own.
         quotients = (x / own).clamp(-self.largest, self.largest).nan_to_num(nan=0.0)
         return torch.cat([self._pack(quotients), own.view(torch.uint8)], dim=-1)
 
