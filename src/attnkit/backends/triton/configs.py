@@ -209,16 +209,20 @@ def mla_decode_config(
     return _fit(config, columns, columns, itemsize, kv_itemsize, gpu)
 
 
-def index_tile(itemsize: int) -> tuple[int, int]:
-    """Keys in a tile of an indexer's scores, and warps of a program. Not timed yet: chosen by what four
-    programs on a multiprocessor leave each, 128 registers a thread and 56 KiB.
+def index_tile(itemsize: int) -> tuple[int, int, int]:
+    """Keys in a tile of an indexer's scores, warps of a program, and stages of its loop. Of 16 bits the
+    fastest of nine on an H200 (benchmarks/hopper-notes.md, "Choosing them").
 
     Args:
         itemsize: bytes of a query element.
     """
     if itemsize == 4:
-        return 16, 8  # Products of float32 have no matrix instructions; 64 keys spill.
-    return 64, 4
+        return (
+            16,
+            4,
+            1,
+        )  # Products of float32 have no matrix instructions; with more stages they spill.
+    return 64, 4, 3
 
 
 def padded(size: int) -> int:

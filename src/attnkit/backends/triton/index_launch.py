@@ -252,7 +252,7 @@ def index_score_call(step: IndexStep, part: IndexPart, pages: IndexPages, gpu: G
     if pages.scales is not None:
         keys = keys.view(torch.float8_e4m3fn) if gpu.has_e4m3 else keys
         codes = Codes.NUMBERS if gpu.has_e4m3 else Codes.E4M3
-    block_n, num_warps = index_tile(q.element_size())
+    block_n, num_warps, num_stages = index_tile(q.element_size())
     num_heads, head_size = q.shape[1:]
     return KernelCall(
         kernel=index_score_kernel,
@@ -277,7 +277,7 @@ def index_score_call(step: IndexStep, part: IndexPart, pages: IndexPages, gpu: G
             "UNIT": pages.unit,
         },
         device=q.device,
-        options={"num_warps": num_warps, "num_stages": 3},
+        options={"num_warps": num_warps, "num_stages": num_stages},
     )
 
 
