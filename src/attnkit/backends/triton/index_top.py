@@ -61,6 +61,19 @@ def best_of(best_ptr, num_splits, num_seen, SCORE_BLOCK: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
+def my_slice(
+    query_start_loc_ptr, seq_lens_ptr, num_reqs, first_query, max_seen, BLOCK_R: tl.constexpr
+):
+    """The program's row, which slice of it, among all slices of the launch, and how many keys the row's
+    query sees."""
+    row = tl.program_id(0).to(tl.int64)
+    query = first_query + tl.program_id(0)
+    _, num_seen = seen_by_query(query_start_loc_ptr, seq_lens_ptr, num_reqs, query, BLOCK_R)
+    num_seen = tl.minimum(tl.maximum(num_seen, 0), max_seen)
+    return row, tl.program_id(1), row * tl.num_programs(1) + tl.program_id(1), num_seen
+
+
+@triton.jit
 def bins_of(ranks, best):
     """Of ranks up to the best, which is in bin 0."""
     return tl.minimum((best >> BIN_BITS) - (ranks >> BIN_BITS), BINS - 1).to(tl.int32)
@@ -87,18 +100,16 @@ def index_count_kernel(
     BLOCK_R: tl.constexpr,
 ):
     """Program (row, slice): how many of its ranks are in each bin, int32 (rows, slices, BINS)."""
-    row, part, num_slices = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    query = first_query + row
-    _, num_seen = seen_by_query(query_start_loc_ptr, seq_lens_ptr, num_reqs, query, BLOCK_R)
-    num_seen = tl.minimum(num_seen, max_seen)
+    row, part, place, num_seen = my_slice(
+        query_start_loc_ptr, seq_lens_ptr, num_reqs, first_query, max_seen, BLOCK_R
+    )
     if (num_seen <= k) | (part * SLICE >= num_seen):
         return
     best = best_of(best_ptr + row * num_splits, num_splits, num_seen, SCORE_BLOCK, 512)
     keys = part * SLICE + tl.arange(0, SLICE)
-    ranks = load_ranks(scores_ptr + row.to(tl.int64) * scores_stride, keys, num_seen)
+    ranks = load_ranks(scores_ptr + row * scores_stride, keys, num_seen)
     counts = tl.histogram(bins_of(ranks, best), BINS, mask=keys < num_seen)
-    place = (row.to(tl.int64) * num_slices + part) * BINS + tl.arange(0, BINS)
-    tl.store(counts_ptr + place, counts.to(tl.int32))
+    tl.store(counts_ptr + place * BINS + tl.arange(0, BINS), counts.to(tl.int32))
 
 
 @triton.jit(
@@ -126,16 +137,15 @@ def index_sift_kernel(
 ):
     """Program (row, slice): its ranks in the bin of the k-th best, behind those of earlier slices, as
     differences from the lowest of that bin, and what `PLAN_SIZE` names."""
-    row, part, num_slices = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    query = first_query + row
-    _, num_seen = seen_by_query(query_start_loc_ptr, seq_lens_ptr, num_reqs, query, BLOCK_R)
-    num_seen = tl.minimum(num_seen, max_seen)
+    row, part, place, num_seen = my_slice(
+        query_start_loc_ptr, seq_lens_ptr, num_reqs, first_query, max_seen, BLOCK_R
+    )
     if (num_seen <= k) | (part * SLICE >= num_seen):
         return
     bins = tl.arange(0, BINS)
     total = tl.zeros([BINS], tl.int32)
     before = tl.zeros([BINS], tl.int32)
-    counts_ptr += row.to(tl.int64) * num_slices * BINS
+    counts_ptr += (place - part) * BINS
     used = tl.cdiv(num_seen, SLICE)
     for first in tl.range(0, used, BLOCK_S):
         other = first + tl.arange(0, BLOCK_S)[:, None]
@@ -153,12 +163,12 @@ def index_sift_kernel(
     lowest = ((best >> BIN_BITS) - limit.to(tl.uint32)) << BIN_BITS
     lowest = tl.where(limit == BINS - 1, 0, lowest)
     keys = part * SLICE + tl.arange(0, SLICE)
-    ranks = load_ranks(scores_ptr + row.to(tl.int64) * scores_stride, keys, num_seen)
+    ranks = load_ranks(scores_ptr + row * scores_stride, keys, num_seen)
     inside = (keys < num_seen) & (bins_of(ranks, best) == limit)
     places = sifted_before + tl.cumsum(inside.to(tl.int32), 0) - 1
     sifted = (ranks - lowest).to(tl.int32, bitcast=True)
-    tl.store(sifted_ptr + row.to(tl.int64) * scores_stride + places, sifted, mask=inside)
-    plan = plans_ptr + (row.to(tl.int64) * num_slices + part) * PLAN_SIZE
+    tl.store(sifted_ptr + row * scores_stride + places, sifted, mask=inside)
+    plan = plans_ptr + place * PLAN_SIZE
     tl.store(plan, limit)
     tl.store(plan + 1, num_above)
     tl.store(plan + 2, above_before)
@@ -215,12 +225,10 @@ def index_list_kernel(
     The rank of the k-th best is found by two bits at a time: the most with which there are enough ranks.
     Of ranks equal to it there are as many listed as there is room for, the lower positions.
     """
-    row, part, num_slices = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    query = first_query + row
-    scores = scores_ptr + row.to(tl.int64) * scores_stride
-    lists = lists_ptr + query.to(tl.int64) * lists_stride
-    _, num_seen = seen_by_query(query_start_loc_ptr, seq_lens_ptr, num_reqs, query, BLOCK_R)
-    num_seen = tl.minimum(tl.maximum(num_seen, 0), max_seen)
+    row, part, place, num_seen = my_slice(
+        query_start_loc_ptr, seq_lens_ptr, num_reqs, first_query, max_seen, BLOCK_R
+    )
+    lists = lists_ptr + (first_query + row) * lists_stride
     lanes = tl.arange(0, SLICE)
     keys = part * SLICE + lanes
     if num_seen <= k:
@@ -229,14 +237,14 @@ def index_list_kernel(
     if part * SLICE >= num_seen:
         return
 
-    plan = plans_ptr + (row.to(tl.int64) * num_slices + part) * PLAN_SIZE
+    plan = plans_ptr + place * PLAN_SIZE
     bin_of_limit = tl.load(plan)
     room = k - tl.load(plan + 1)
     end = tl.load(plan + 2)
     sifted_before = tl.load(plan + 3)
     num_sifted = tl.load(plan + 4)
     lowest = tl.load(plan + 5).to(tl.uint32, bitcast=True)
-    sifted_ptr += row.to(tl.int64) * scores_stride
+    sifted_ptr += row * scores_stride
     limit = tl.zeros([], tl.uint32)
     num_digits = tl.where(bin_of_limit == BINS - 1, 16, BIN_BITS // 2)
     for i in tl.range(0, num_digits):
@@ -256,11 +264,11 @@ def index_list_kernel(
         end += tl.sum((there & (ranks > limit)).to(tl.int32), 0)
     end += tl.minimum(equal_before, room)
 
-    # A rank above the bin stays above the limit; one below it wraps around, unless there is none.
-    ranks = load_ranks(scores, keys, num_seen)
-    seen = (keys < num_seen) & (ranks >= lowest)
-    equal = seen & (ranks - lowest == limit)
+    ranks = load_ranks(scores_ptr + row * scores_stride, keys, num_seen)
+    seen = (keys < num_seen) & (ranks >= lowest)  # In the bin or above it.
+    over = ranks - lowest
+    equal = seen & (over == limit)
     turn = equal_before + tl.cumsum(equal.to(tl.int32), 0)
-    taken = (seen & (ranks - lowest > limit)) | (equal & (turn <= room))
+    taken = (seen & (over > limit)) | (equal & (turn <= room))
     places = end + tl.cumsum(taken.to(tl.int32), 0) - 1
     tl.store(lists + places, keys, mask=taken)
