@@ -69,10 +69,10 @@ class OpaqueLinear(nn.Module):
         """Products of the same rows with the weights of several layers of this class."""
         return [layer.multiply(x) for layer in layers]
 
-    def product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`multiply`, or in a graph the node that stands for it; `dtype` is the result's."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`multiply`, or in a graph the node that stands for it; the result has x's dtype."""
         if torch.compiler.is_compiling():
-            return torch.ops.attnkit.linear(x, self._handle, self.out_features, dtype)
+            return torch.ops.attnkit.linear(x, self._handle, self.out_features, x.dtype)
         return self.multiply(x)
 
     def extra_repr(self) -> str:
@@ -98,9 +98,6 @@ class PackedLinear(OpaqueLinear):
         fits = self.bias is None or self.bias.dtype is packed.dtype
         if fits and _is_in_blocks(*linear.weight.shape, packed.dtype):
             self.native = NativeLinear.pack(packed, self.bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x, x.dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return self.multiply_all([self], x)[0]
@@ -133,9 +130,6 @@ class BlockedLinear(OpaqueLinear):
         self.weight = nn.Parameter(_in_blocks(linear.weight.detach()), requires_grad=False)
         self.bias = linear.bias
         self.native = NativeLinear.pack(self.weight, self.bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x, x.dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return self.multiply_all([self], x)[0]

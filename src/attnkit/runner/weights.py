@@ -61,9 +61,6 @@ class Int8Linear(OpaqueLinear):
         self.register_buffer("zero", zeros, persistent=False)
         self.bias = linear.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x, x.dtype)
-
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         # All of it in the node that a compiled graph does not look into: with the rounding of rows in
         # the graph, that of SmolLM2-135M was not compiled in four minutes.
@@ -112,9 +109,6 @@ class Int4Linear(OpaqueLinear):
         self.register_buffer("scales", scales, persistent=False)
         self.bias = linear.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x, x.dtype)
-
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
         y = torch.ops.aten._weight_int4pack_mm_for_cpu.default(rows, self.codes, GROUP, self.scales)
@@ -138,9 +132,6 @@ class GroupedLinear(OpaqueLinear):
         self.codes = nn.Parameter(packed, requires_grad=False)
         bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
         self.native = NativeCodedLinear.of(packed, bias, bits, self.in_features)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x, x.dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return self.multiply_all([self], x)[0]
