@@ -324,19 +324,6 @@ static void add_wild(const struct job *j, struct unit *u, int64_t key, int t, in
   }
 }
 
-/* The keys that a pair of blocks of rows sees, of from..to of the tile at `base`. */
-static struct span keys_of_pair(const struct unit *u, int64_t base, int from, int to, int first) {
-  struct span seen = {to, from};
-  for (int r = first; r < first + PAIR; ++r) {
-    if (u->keys[r].lo >= u->keys[r].hi) continue;
-    if (u->keys[r].lo - base < seen.lo) seen.lo = u->keys[r].lo - base;
-    if (u->keys[r].hi - base > seen.hi) seen.hi = u->keys[r].hi - base;
-  }
-  if (seen.lo < from) seen.lo = from;
-  if (seen.hi > to) seen.hi = to;
-  return seen;
-}
-
 /* Attend from a unit's rows to keys start..end. */
 static void run_matrices(const struct job *j, struct unit *u, int64_t start,
                          int64_t end) {
@@ -346,7 +333,7 @@ static void run_matrices(const struct job *j, struct unit *u, int64_t start,
     const int to = end - base < MATRIX_KEYS ? end - base : MATRIX_KEYS;
     const int any_wild = pack_keys(j, u, base, from, to, wild);
     for (int first = 0; first < u->rows; first += PAIR) {
-      const struct span seen = keys_of_pair(u, base, from, to, first);
+      const struct span seen = keys_of_rows(u, base, from, to, first, PAIR);
       if (seen.lo >= seen.hi) continue;
       const int count = round_up(seen.hi, PAIR);
       const int64_t next = MATRIX_KEYS * SIDE;

@@ -163,4 +163,18 @@ static void decode_rows(const struct codes *c, const char **rows, int from, int 
   for (int t = to; t % KEYS; ++t) rows[t] = rows[to - 1];
 }
 
+/* Of keys from..to of the tile at `base`, those that any of `rows` rows from `first` on sees. */
+static inline struct span keys_of_rows(const struct unit *u, int64_t base, int from, int to, int first,
+                                       int rows) {
+  struct span seen = {to, from};
+  for (int r = first; r < first + rows; ++r) {
+    if (u->keys[r].lo >= u->keys[r].hi) continue;
+    if (u->keys[r].lo - base < seen.lo) seen.lo = u->keys[r].lo - base;
+    if (u->keys[r].hi - base > seen.hi) seen.hi = u->keys[r].hi - base;
+  }
+  if (seen.lo < from) seen.lo = from;
+  if (seen.hi > to) seen.hi = to;
+  return seen;
+}
+
 #endif

@@ -190,19 +190,6 @@ static void add_wide(const struct job *j, struct unit *u, int64_t base, int from
                        u->acc + (first + r) * width + d);
 }
 
-/* Of keys from..to of the tile at `base`, those that BESIDE rows from `first` on see. */
-static struct span keys_of_rows(const struct unit *u, int64_t base, int from, int to, int first) {
-  struct span seen = {to, from};
-  for (int r = first; r < first + BESIDE; ++r) {
-    if (u->keys[r].lo >= u->keys[r].hi) continue;
-    if (u->keys[r].lo - base < seen.lo) seen.lo = u->keys[r].lo - base;
-    if (u->keys[r].hi - base > seen.hi) seen.hi = u->keys[r].hi - base;
-  }
-  if (seen.lo < from) seen.lo = from;
-  if (seen.hi > to) seen.hi = to;
-  return seen;
-}
-
 /* Attend from a unit's rows to keys start..end. */
 static void run_wide(const struct job *j, struct unit *u, int64_t start, int64_t end) {
   const struct layer *l = j->layer;
@@ -222,7 +209,7 @@ static void run_wide(const struct job *j, struct unit *u, int64_t start, int64_t
     widen_tile(j, u, keys, from, to, whole, l->head_size, j->q_width, u->w.k);
     const int any_wild = widen_tile(j, u, values, from, to, to, l->head_size_v, j->v_width, u->w.v);
     for (int first = 0; first < u->rows; first += BESIDE) {
-      const struct span seen = keys_of_rows(u, base, from, to, first);
+      const struct span seen = keys_of_rows(u, base, from, to, first, BESIDE);
       if (seen.lo >= seen.hi) continue;
       for (int t = seen.lo - seen.lo % TALL; t < seen.hi; t += TALL)
         multiply_queries(u->w.k + t * j->q_width, j->q_width, u->w.q + first * j->q_width,
