@@ -3,7 +3,8 @@
 In: nothing but Triton; torch is not needed, so this runs in a virtual environment with another Triton
 (`python tests/hopper/aot.py --json`). Out: per kernel registers, spills (in all, and in the loops with
 products), shared memory, counts of products and copies, warnings of the assembler, suspicious
-descriptors (see `stale_descriptors`) and memory freed under a load (`unread_loads`).
+descriptors (see `stale_descriptors`), memory freed under a load (`unread_loads`) and registers that
+nothing sets (`attnkit.conformance.ptx`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ MAX_SHARED = 232_448
 
 def _stand_in_packages() -> None:
     """Make the device files importable without running attnkit's own __init__, which needs torch."""
-    for name in ("attnkit", "attnkit.backends", "attnkit.backends.hopper"):
+    packages = ("attnkit", "attnkit.backends", "attnkit.backends.hopper", "attnkit.conformance")
+    for name in packages:
         module = types.ModuleType(name)
         module.__path__ = [str(SOURCE.joinpath(*name.split(".")[1:]))]
         sys.modules[name] = module
@@ -96,6 +98,8 @@ def compile_kernel(kernel: Any, config: Any, dtype: str) -> dict[str, Any]:
     from triton.backends.nvidia.compiler import get_ptxas
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    from attnkit.conformance.ptx import unset_registers
+
     names = kernel.arg_names
     types_of = signature(names, config, dtype)
     unaligned = ("starts_ptr", "tiles_ptr", "share_ptr", "pieces_ptr", "table_ptr")
@@ -136,6 +140,7 @@ def compile_kernel(kernel: Any, config: Any, dtype: str) -> dict[str, Any]:
         ],
         "stale": stale_descriptors(sass),
         "unread": unread_loads(sass),
+        "unset": sorted(unset_registers(ptx)),
     }
 
 
@@ -323,6 +328,7 @@ def complaints(report: dict[str, Any]) -> list[str]:
     bad = [f"assembler: {line}" for line in report["warnings"]]
     bad += [f"stale descriptor: {line}" for line in report["stale"]]
     bad += [f"unread load: {line}" for line in report["unread"]]
+    bad += [f"a register that nothing sets: {name}" for name in report["unset"]]
     if report["shared"] > MAX_SHARED:
         bad.append(f"{report['shared']} bytes of shared memory, {MAX_SHARED} are there")
     for num, length in zip(report["spills_in_loops"], report["loop_instructions"], strict=True):

@@ -25,6 +25,7 @@ from attnkit.errors import BatchError, UnknownBackend, UnsupportedConfiguration
 from attnkit.indexer import LightningIndexer
 from attnkit.mla.index_kernels import index_scores, top_positions
 from attnkit.mla.plan import seen_by_queries
+from attnkit.runner.graphs import CudaRecorder
 from hard_numbers import hard_numbers
 
 HEADS, SIZE, K, PAGE = 3, 24, 40, 5
@@ -231,9 +232,12 @@ def test_a_captured_choice_serves_other_lengths() -> None:
         max_seq_len=300,
         block_table_tensor=torch.zeros(2, 60, dtype=torch.int32, device=DEVICE),
         slot_mapping=torch.full((2,), -1, device=DEVICE),
+        query_start_loc=steps[0].query_start_loc.clone(),
+        seq_lens=steps[0].seq_lens.clone(),
     )
     cache, given = caches[0][0].clone(), inputs(2, torch.float32)
-    recording = GraphSimulator().record(lambda: triton.choose(*given, cache, static), {})
+    recorder = CudaRecorder(DEVICE) if DEVICE.type == "cuda" else GraphSimulator()
+    recording = recorder.record(lambda: triton.choose(*given, cache, static), {})
     for step, here, there in zip(steps, *caches, strict=True):
         num_rows = step.num_reqs
         cache.copy_(here)
@@ -246,8 +250,8 @@ def test_a_captured_choice_serves_other_lengths() -> None:
         want = torch_.choose(*given, there, step)
         assert torch.equal(triton.topk_indices_buffer[:num_rows], want)
         assert bool((triton.topk_indices_buffer[num_rows:2] == -1).all())
-    with pytest.raises(CaptureRefused):
-        GraphSimulator().record(lambda: torch_.choose(*given, caches[1][0], steps[0]), {})
+    with pytest.raises(CaptureRefused if DEVICE.type == "cpu" else RuntimeError):
+        recorder.record(lambda: torch_.choose(*given, caches[1][0], steps[0]), {})
 
 
 def test_a_named_backend_runs_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,9 @@ def numbers(codes, CODES: tl.constexpr, DTYPE: tl.constexpr):
     elif CODES == E4M3:
         x = e4m3_numbers(codes).to(DTYPE)
     else:
+        if codes.dtype == tl.float8e5:
+            # A float16 with fewer bits. Straight to bfloat16, Triton makes numbers of infinity and NaN.
+            codes = codes.to(tl.float16)
         x = codes.to(DTYPE)
     return x
 

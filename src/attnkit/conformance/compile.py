@@ -32,6 +32,7 @@ from attnkit.backends.triton.operands import Operands, OutputCodes, Parts
 from attnkit.conformance.hopper_compile import hopper_variants
 from attnkit.conformance.meta import empty
 from attnkit.conformance.mla.compile import mla_variants
+from attnkit.conformance.ptx import unset_registers
 from attnkit.contract import (
     AttentionVariant,
     DeviceCapability,
@@ -79,6 +80,7 @@ class KernelReport:
         shared_bytes: shared memory per program.
         num_warps: of a program.
         wgmma: matrix instructions that read shared memory (sm_90).
+        unset_registers: what the assembler may get wrong; see `ptx.unset_registers`.
     """
 
     name: str
@@ -87,6 +89,7 @@ class KernelReport:
     shared_bytes: int
     num_warps: int
     wgmma: int
+    unset_registers: int
 
 
 def compile_kernels(arch: str = "sm_90") -> list[KernelReport]:
@@ -123,6 +126,7 @@ def _report(name: str, call: KernelCall, arch: int) -> KernelReport:
         shared_bytes=compiled.metadata.shared,
         num_warps=call.options["num_warps"],
         wgmma=compiled.asm["ptx"].count("wgmma.mma_async"),
+        unset_registers=len(unset_registers(compiled.asm["ptx"])),
     )
 
 
@@ -223,6 +227,7 @@ def _variants(gpu: configs.Gpu) -> Iterator[tuple[str, KernelCall]]:
     for name, stored in CACHE_FORMATS.items():
         if stored.codec is not None:
             yield _write(gpu, f"write-bf16-128-{name}", 128, bf16, cache=name)
+    yield _write(gpu, "write-fp32-64-nvfp4", 64, fp32, cache="nvfp4")
     yield _write(gpu, "write-bf16-128", 128, bf16)
     yield _write(gpu, "write-bf16-80", 80, bf16)
     yield _write(gpu, "write-fp32-128-cache-bf16", 128, fp32, cache=bf16)

@@ -43,7 +43,7 @@ class GraphSimulator:
         """Do the work, and record it.
 
         Raises:
-            CaptureRefused: the work reads the value of a tensor on the host.
+            CaptureRefused: the work reads the value of a tensor on the host, or works on a GPU.
         """
         tape = Tape()
         with tape, _HostReads(tape), kernels_on(tape):
@@ -117,8 +117,14 @@ class Tape(TorchDispatchMode):
             self.is_paused = False
 
     def _add(self, launch: Callable[[], object], tensors: Iterable[torch.Tensor]) -> None:
+        for x in tensors:
+            if x.device.type == "cuda":
+                raise CaptureRefused(
+                    f"a tensor is on {x.device}, where compiled kernels would not be seen; record with "
+                    "runner.graphs.CudaRecorder there"
+                )
+            self.storages.add(x.untyped_storage().data_ptr())
         self.launches.append(launch)
-        self.storages.update(x.untyped_storage().data_ptr() for x in tensors)
 
     def __torch_dispatch__(
         self,
