@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -15,15 +14,14 @@ from attnkit.conformance.sequences import Tokens
 from attnkit.conformance.subject import NotClaimed, Result, Subject
 from attnkit.layer import Attention
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-
-def _backends() -> list[str]:
-    triton_runs = torch.cuda.is_available() or _INTERPRETED
-    return ["reference", "cpu", *(["triton"] if triton_runs else [])]
-
-
-@pytest.fixture(params=_backends())
+@pytest.fixture(
+    params=[
+        "reference",
+        "cpu",
+        pytest.param("triton", marks=pytest.mark.gpu),
+    ]
+)
 def subject(request: pytest.FixtureRequest) -> Subject:
     """Every backend that can run in this process."""
     on_gpu = request.param == "triton" and torch.cuda.is_available()

@@ -87,6 +87,7 @@ def test_steps_that_run_ahead_replay_too() -> None:
     assert set(engine.graphs.sizes) >= {1, 2, 4}
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_graphs_give_the_tokens_of_eager_steps() -> None:
     model = tiny_models.make_model("gemma2").cuda()

@@ -148,6 +148,7 @@ def test_the_order_of_the_batch_does_not_matter():
     run(make_llm("cpu", 16, max_num_batched_tokens=48, max_num_seqs=6), cases, SHORT)
 
 
+@pytest.mark.gpu
 def test_triton_gives_the_tokens_of_transformers():
     """In the interpreter, where a token takes seconds: two short prompts, a few tokens."""
     if torch.cuda.is_available():
