@@ -1,19 +1,19 @@
 """What every test runs under: one torch thread a worker, and Triton's interpreter.
 
-On a machine with a GPU too, unless `pytest -m gpu` asks for it. TRITON_INTERPRET must be set before
-triton is imported; tests that compile kernels for a GPU do so in a process of their own without it.
+On a machine with a GPU too, unless `pytest -m gpu` or TRITON_INTERPRET=0 asks for it. That variable
+must be set before triton is imported, which conftests of folders do before pytest has a configuration;
+workers inherit it. Tests that compile kernels for a GPU do so in a process of their own.
 """
 
 import os
+import sys
 
-import pytest
 import torch
 
+if "TRITON_INTERPRET" not in os.environ:
+    on_gpu = "gpu" in sys.argv and torch.cuda.is_available()
+    os.environ["TRITON_INTERPRET"] = "0" if on_gpu else "1"
+if os.environ["TRITON_INTERPRET"] == "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.option.markexpr != "gpu" or not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -250,8 +250,9 @@ def test_a_captured_choice_serves_other_lengths() -> None:
         want = torch_.choose(*given, there, step)
         assert torch.equal(triton.topk_indices_buffer[:num_rows], want)
         assert bool((triton.topk_indices_buffer[num_rows:2] == -1).all())
-    with pytest.raises(CaptureRefused if DEVICE.type == "cpu" else RuntimeError):
-        recorder.record(lambda: torch_.choose(*given, caches[1][0], steps[0]), {})
+    if DEVICE.type == "cpu":  # On a card a capture that fails spoils the generators of later tests.
+        with pytest.raises(CaptureRefused):
+            recorder.record(lambda: torch_.choose(*given, caches[1][0], steps[0]), {})
 
 
 def test_a_named_backend_runs_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
