@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnkit.conformance.ptx import unset_registers
+from attnkit.conformance.ptx import unset_halves
 
 HALVES = """
 	.reg .pred 	%p<3>;
@@ -15,15 +15,16 @@ HALVES = """
 	@%p1 st.shared.v2.b32 	[%r2], {%r1, %r2};
 	ld.shared.v2.b32 	{%r3, %r4}, [%r2];
 	wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r5, %r6}, %r3, %r4, %p1, 1, 1;
+	prmt.b32 	%r7, %r3, %r8, 0x3120U;	// no byte of %r8
 	@!%p2 bra 	$L__BB0_2;
 """
 
 
-def test_halves_and_predicates_that_nothing_sets() -> None:
-    assert unset_registers(HALVES) == {"%rs2", "%p2"}
+def test_a_half_that_nothing_sets() -> None:
+    assert unset_halves(HALVES) == {"%rs2"}
 
 
 def test_what_is_set_anywhere_is_set() -> None:
-    later = HALVES + "mov.b16 \t%rs2, 0;\n{ setp.eq.s32 %p2, %r3, 0; }\n"
-    assert unset_registers(later) == set()
-    assert unset_registers(".visible .entry empty()") == set()
+    later = HALVES + "{ mov.b16 \t%rs2, 0; }\n"
+    assert unset_halves(later) == set()
+    assert unset_halves(".visible .entry empty()") == set()

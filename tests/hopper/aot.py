@@ -98,7 +98,7 @@ def compile_kernel(kernel: Any, config: Any, dtype: str) -> dict[str, Any]:
     from triton.backends.nvidia.compiler import get_ptxas
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from attnkit.conformance.ptx import unset_registers
+    from attnkit.conformance.ptx import unset_halves
 
     names = kernel.arg_names
     types_of = signature(names, config, dtype)
@@ -140,7 +140,7 @@ def compile_kernel(kernel: Any, config: Any, dtype: str) -> dict[str, Any]:
         ],
         "stale": stale_descriptors(sass),
         "unread": unread_loads(sass),
-        "unset": sorted(unset_registers(ptx)),
+        "unset": sorted(unset_halves(ptx)),
     }
 
 

@@ -93,6 +93,7 @@ def emulate(
         "states",
         "prefill_copies",
         "prefill_tile",
+        "code_scores",
     )
     modules = emulator.load(*parts, *KERNELS, edit=edit)
     for name, host in KERNELS.items():

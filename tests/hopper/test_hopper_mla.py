@@ -157,7 +157,7 @@ FAULTS = {
         "num_done & 1)\n                mbarrier.expect",
     ),
     "codes, 40 heads: scores stay multiplied": (
-        "latent_codes",
+        "code_scores",
         "scales.store(inverse * base_scale)",
         "scales.store(inverse * 0.0 + base_scale)",
     ),
@@ -172,7 +172,7 @@ FAULTS = {
         "faded = faded + (accs[i],)",
     ),
     "codes, loud: sums are not faded": (
-        "latent_codes",
+        "code_scores",
         "total = total * gl.max(of_own_rows(none + gl.expand_dims(fade, 0)), 1)",
         "pass",
     ),

@@ -32,7 +32,7 @@ from attnkit.backends.triton.operands import Operands, OutputCodes, Parts
 from attnkit.conformance.hopper_compile import hopper_variants
 from attnkit.conformance.meta import empty
 from attnkit.conformance.mla.compile import mla_variants
-from attnkit.conformance.ptx import unset_registers
+from attnkit.conformance.ptx import unset_halves
 from attnkit.contract import (
     AttentionVariant,
     DeviceCapability,
@@ -80,7 +80,7 @@ class KernelReport:
         shared_bytes: shared memory per program.
         num_warps: of a program.
         wgmma: matrix instructions that read shared memory (sm_90).
-        unset_registers: what the assembler may get wrong; see `ptx.unset_registers`.
+        unset_halves: what the assembler may get wrong; see `ptx.unset_halves`.
     """
 
     name: str
@@ -89,7 +89,7 @@ class KernelReport:
     shared_bytes: int
     num_warps: int
     wgmma: int
-    unset_registers: int
+    unset_halves: int
 
 
 def compile_kernels(arch: str = "sm_90") -> list[KernelReport]:
@@ -126,7 +126,7 @@ def _report(name: str, call: KernelCall, arch: int) -> KernelReport:
         shared_bytes=compiled.metadata.shared,
         num_warps=call.options["num_warps"],
         wgmma=compiled.asm["ptx"].count("wgmma.mma_async"),
-        unset_registers=len(unset_registers(compiled.asm["ptx"])),
+        unset_halves=len(unset_halves(compiled.asm["ptx"])),
     )
 
 
