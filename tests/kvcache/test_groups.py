@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnkit.contract import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
-    MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
     SlidingWindowSpec,
@@ -122,7 +122,7 @@ def test_padding_can_make_pages_equal():
         block_size=16, sliding_window=9, page_size_padded=wide.page_size_bytes, **SHAPE
     )
     plan = plan_kv_cache({"a": wide, "b": padded})
-    assert plan.page_bytes == wide.page_size_bytes == 3 * PAGE // 2
+    assert plan.block_bytes == wide.page_size_bytes == 3 * PAGE // 2
 
 
 def test_layers_that_keep_nothing_are_in_no_group():
@@ -141,17 +141,14 @@ def test_retentions_say_how_long_pages_are_needed():
     assert plan_kv_cache({"a": CHUNK}).retentions == (
         Retention(block_size=16, attention_chunk_size=64),
     )
-    # A windowed layer kept as a full one keeps its pages; the mask stays with the layer.
-    kept = FullAttentionSpec(block_size=16, sliding_window=32, **SHAPE)
-    assert plan_kv_cache({"a": kept}).retentions == (Retention(block_size=16),)
     latent = MLAAttentionSpec(block_size=16, head_size=24, dtype=torch.float32)
     assert plan_kv_cache({"a": latent}).retentions == (Retention(block_size=16),)
 
 
 def test_kinds_without_block_tables_are_named():
-    state = MambaSpec(block_size=16, shapes=((4, 8),), dtypes=(torch.float32,))
-    with pytest.raises(ConfigurationError, match=r"mamba layers \(x\)"):
-        plan_kv_cache({"x": state}).retentions  # noqa: B018
+    other = AttentionSpec(block_size=16, **SHAPE)
+    with pytest.raises(ConfigurationError, match=r"unknown layers \(x\)"):
+        plan_kv_cache({"x": other}).retentions  # noqa: B018
 
 
 def test_pages_of_an_encoders_output_are_there_from_the_first_step_on():
@@ -175,15 +172,18 @@ def test_pages_of_an_encoders_output_are_there_from_the_first_step_on():
 def test_blocks_from_a_budget_and_a_budget_too_small():
     plan = plan_kv_cache(layers((FULL, 2), (WINDOW, 2)))
     assert plan.num_blocks(10 * plan.block_bytes + 1) == 10
-    with pytest.raises(CacheError, match=f"{plan.block_bytes} bytes hold 1 blocks.*at least"):
-        plan.num_blocks(plan.block_bytes)
+    for num_bytes, held in ((-1, -1), (0, 0), (2 * plan.block_bytes - 1, 1)):
+        least = f"{num_bytes} bytes hold {held} blocks.*give at least {2 * plan.block_bytes}"
+        with pytest.raises(CacheError, match=least):
+            plan.num_blocks(num_bytes)
+    cache = PagedKVCache(plan.specs, plan.num_blocks(10 * plan.block_bytes), overlays=plan.storages)
+    assert cache.num_bytes == 10 * plan.block_bytes
 
 
-def test_bytes_of_a_request_add_up_over_groups():
+def test_blocks_of_a_request_add_up_over_groups():
     plan = plan_kv_cache(layers((FULL, 2), (WINDOW, 4)))
     # Full: ceil(1000 / 16); window: ceil((32 - 1 + 48) / 16) + 1, in two groups.
     assert plan.max_blocks_per_request(1000, 48) == 63 + 2 * 6
-    assert plan.max_bytes_per_request(1000, 48) == (63 + 12) * 2 * PAGE
 
 
 @settings(max_examples=100, deadline=None)

@@ -81,12 +81,10 @@ class KVCachePlan:
         groups: in the order in which their first layers came; empty where no layer keeps anything.
         storages: per piece of memory, the layers that lie over it: `overlays` of `PagedKVCache`.
             Companions lie alone.
-        page_bytes: bytes of one block of one layer, the same for all but companions.
     """
 
     groups: tuple[KVCacheGroup, ...]
     storages: tuple[tuple[str, ...], ...]
-    page_bytes: int
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
@@ -123,10 +121,6 @@ class KVCachePlan:
         """Most blocks one request holds at once, over all groups; arguments as `KVCacheSpec`'s."""
         return sum(g.spec.max_num_blocks(max_model_len, max_in_flight_tokens) for g in self.groups)
 
-    def max_bytes_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
-        """Bytes of those blocks; a block counts whole, also in a group with fewer layers."""
-        return self.max_blocks_per_request(max_model_len, max_in_flight_tokens) * self.block_bytes
-
 
 def plan_kv_cache(
     specs: Mapping[str, KVCacheSpec],
@@ -150,7 +144,7 @@ def plan_kv_cache(
     for name, spec in _unify_pages(kept).items():
         kinds.setdefault(spec, []).append(name)
     if not kinds:
-        return KVCachePlan(groups=(), storages=(), page_bytes=0)
+        return KVCachePlan(groups=(), storages=())
     size = _group_size([len(names) for names in kinds.values()])
     groups = tuple(
         _group(spec, tuple(names[i : i + size]), companions or {})
@@ -161,7 +155,7 @@ def plan_kv_cache(
         tuple(g.layer_names[j] for g in groups if j < len(g.layer_names)) for j in range(size)
     )
     storages += tuple((name,) for group in groups for name, _ in group.companions)
-    return KVCachePlan(groups=groups, storages=storages, page_bytes=groups[0].spec.page_size_bytes)
+    return KVCachePlan(groups=groups, storages=storages)
 
 
 def _group(
