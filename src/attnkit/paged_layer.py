@@ -223,6 +223,9 @@ class PagedLayer(nn.Module):
 
         Args:
             layer_names: of the group; None: this layer alone.
+
+        Raises:
+            BackendError: the backend gives no builder class, or one that wants more than a layer knows.
         """
         names = [self.layer_name] if layer_names is None else list(layer_names)
         spec = self._spec(self.block_size)
@@ -231,6 +234,11 @@ class PagedLayer(nn.Module):
             raise BackendError(
                 f"get_builder_cls of backend {self.selection.name} gave {builder_cls!r}; let it give a "
                 "subclass of AttentionMetadataBuilder"
+            )
+        if getattr(builder_cls, "requires_block_table_width", False):
+            raise BackendError(
+                f"the builder of backend {self.selection.name} requires_block_table_width, which no "
+                "layer knows before its first batch; let it read block_table_tensor.shape in build"
             )
         return builder_cls(spec, names, self.vllm_config, self.device)
 
