@@ -251,6 +251,17 @@ def test_the_models_end_token_ends_an_output_unless_it_is_ignored(folder, monkey
     assert tokens(llm.generate(prompt, GREEDY)) == [free]
 
 
+def test_a_stop_token_that_no_model_gives_is_refused(folder):
+    llm = make_llm(folder)
+    llm.generate([1, 2, 3], SamplingParams(max_tokens=1, stop_token_ids=[319]))
+    params = [GREEDY, SamplingParams(stop_token_ids=[7, 320])]
+    with pytest.raises(
+        RequestError, match=r"prompt 1: .*stop_token_ids has 320, .* end at 319, so"
+    ):
+        llm.generate([[1, 2, 3], [1, 2, 3]], params)
+    assert llm.stats.num_steps == 1
+
+
 def test_one_bad_prompt_stops_all_before_anything_runs(folder):
     llm = make_llm(folder, num_blocks=30)
     good = [1, 2, 3]
