@@ -12,7 +12,7 @@ from attnkit import LLM, SamplingParams
 from attnkit.errors import BackendError, CacheError, ConfigurationError, ModelError, RequestError
 from attnkit.runner.engine import Engine
 from attnkit.runner.entry import Entry
-from attnkit.runner.llm import Interrupted
+from attnkit.runner.interrupt import Interrupted
 
 transformers = pytest.importorskip("transformers")
 tiny_models = pytest.importorskip("tiny_models")
