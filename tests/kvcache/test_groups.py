@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnkit.contract import (
+    AttentionBackend,
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -215,3 +216,20 @@ def test_the_plan_sizes_the_memory_exactly():
     first = plan.storages[0]
     assert len({cache[name].data_ptr() for name in first}) == 1
     assert len({cache[name].data_ptr() for name in plan.specs}) == len(plan.storages)
+
+
+class Old(AttentionBackend):
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str="auto"):
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+
+def test_layers_whose_backends_shape_their_caches_count_beside_the_others():
+    specs = layers((FULL, 2), (WINDOW, 4))
+    for alone in (["layer.1"], list(specs)):
+        plan = plan_kv_cache(specs, alone=alone)
+        assert all(len(s) == 1 for s in plan.storages if set(s) & set(alone))
+        backends = dict.fromkeys(alone, Old)
+        cache = PagedKVCache(plan.specs, 7, overlays=plan.storages, backends=backends)
+        assert cache.num_bytes == 7 * plan.block_bytes
+        assert {name for s in plan.storages for name in s} == set(specs)

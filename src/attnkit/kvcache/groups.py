@@ -8,7 +8,7 @@ serves them all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from attnkit.contract import (
@@ -80,7 +80,7 @@ class KVCachePlan:
     Attributes:
         groups: in the order in which their first layers came; empty where no layer keeps anything.
         storages: per piece of memory, the layers that lie over it: `overlays` of `PagedKVCache`.
-            Companions lie alone.
+            Companions lie alone, and so do layers whose backends shape their own caches.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -125,6 +125,7 @@ class KVCachePlan:
 def plan_kv_cache(
     specs: Mapping[str, KVCacheSpec],
     companions: Mapping[str, tuple[str, KVCacheSpec]] | None = None,
+    alone: Collection[str] = (),
 ) -> KVCachePlan:
     """Group the layers of a model.
 
@@ -135,6 +136,7 @@ def plan_kv_cache(
         specs: layer name -> spec, in the model's order.
         companions: layer name -> name and spec of what is kept beside it, of the same tokens; the pages
             of both need not be equal. None: nothing.
+        alone: layers whose backends shape their own caches, which `PagedKVCache` overlays with nothing.
 
     Raises:
         ConfigurationError: pages of different kinds cannot be made equal.
@@ -151,11 +153,11 @@ def plan_kv_cache(
         for spec, names in kinds.items()
         for i in range(0, len(names), size)
     )
-    storages = tuple(
-        tuple(g.layer_names[j] for g in groups if j < len(g.layer_names)) for j in range(size)
-    )
-    storages += tuple((name,) for group in groups for name, _ in group.companions)
-    return KVCachePlan(groups=groups, storages=storages)
+    over = [[g.layer_names[j] for g in groups if j < len(g.layer_names)] for j in range(size)]
+    over = [[name for name in names if name not in alone] for names in over]
+    over += [[name] for name in kept if name in alone]
+    over += [[name] for group in groups for name, _ in group.companions]
+    return KVCachePlan(groups=groups, storages=tuple(tuple(names) for names in over if names))
 
 
 def _group(
