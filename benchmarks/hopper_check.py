@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """The hopper kernels on a card, in one call: every variant checked, then variants and rivals timed.
 
     python benchmarks/hopper_check.py check stress time --jobs 14 --json out.json [--peers .peers]
@@ -130,10 +131,11 @@ class Tensors:
         """Keys and values in float64."""
         if self.k_scale is None or self.v_scale is None:
             return self.key.double(), self.value.double()
-        return tuple(
+        key, value = (
             x.view(torch.float8_e4m3fn).double() * scale[:, None, None]
             for x, scale in ((self.key, self.k_scale), (self.value, self.v_scale))
         )
+        return key, value
 
 
 def views_of(pool: torch.Tensor, b: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,6 +253,7 @@ def prefill_calls(b: Batch, t: Tensors, p: PrefillPlan, config: PrefillConfig) -
     """Those of the prompts: of float8 pages first into others, and splits of row tiles put together."""
     found, operands = [], t.operands
     if b.coded:
+        assert p.pages is not None
         size, num_pages = b.head_size, p.pages.shape[1]
         pool = t.query.new_empty(num_pages, b.num_kv_heads, b.page_size, 2 * size)
         found.append(cache_launch.unpack_call(operands, p.pages, t.batch.seq_lens, pool))
@@ -416,7 +419,7 @@ def check_cases() -> Iterator[tuple[str, Batch]]:
     rng = random.Random(1)
     mixed = [rng.choice((1, 1, 1, 2, 5, 16)) for _ in range(64)]
     for size, group in ((64, 4), (128, 4), (128, 1), (128, 8), (256, 4)):
-        heads = {"num_heads": 8, "num_kv_heads": 8 // group, "head_size": size}
+        heads: Any = {"num_heads": 8, "num_kv_heads": 8 // group, "head_size": size}
         yield (
             f"decode 64 ragged D{size} group {group}",
             Batch(queries=tuple(mixed), keys=tuple(rng.randint(q, 5000) for q in mixed), **heads),
@@ -483,7 +486,7 @@ def check_graph(num: int) -> dict[str, Any]:
     """Decodes of `num` queries captured once and replayed with other lengths and pages, against float64.
     12 queries of 4 heads are tiles of 64 rows, which a kernel of their own folds."""
     report: dict[str, Any] = {"name": f"graph replay of {num} queries", "ok": False}
-    shape = {"num_heads": 8, "num_kv_heads": 2}
+    shape: Any = {"num_heads": 8, "num_kv_heads": 2}
     most = 8 * num
     batches = [
         Batch(queries=(num,) * 8, keys=(100, 5000, 17, 300, 2000, num, 64, 900), **shape),
@@ -505,7 +508,7 @@ def check_graph(num: int) -> dict[str, Any]:
             table[:, : own.shape[1]] = own
             batch.seq_lens.copy_(t.batch.seq_lens)
             batch.query_start_loc.copy_(t.batch.query_start_loc)
-            static.query[:most].copy_(0.0)
+            static.query[:most].zero_()
             static.query[: t.batch.num_actual_tokens].copy_(t.query[: t.batch.num_actual_tokens])
             static.key[: t.key.shape[0]] = t.key
             static.value[: t.value.shape[0]] = t.value
@@ -719,7 +722,7 @@ def time_prefill(clock: Clock, rivals: dict[str, Any]) -> None:
             torch.cuda.empty_cache()
 
 
-def _other_choice(b: Batch, t: Tensors, config: PrefillConfig) -> Callable[[], None]:
+def _other_choice(b: Batch, t: Tensors, config: PrefillConfig) -> Callable[[], object]:
     """A launch with another config, planned for it."""
     usual = tuning.prefill_config
     from attnkit.backends.hopper import plan as planning

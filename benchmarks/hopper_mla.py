@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """The kernels over latents on a card, beside FlashMLA, FlashInfer, FlashAttention-3 and Triton kernels.
 
     python benchmarks/hopper_mla.py --json out.json [--peers .peers] [--only H16]
@@ -453,9 +454,9 @@ def race_prompts(clock: Clock, p: Prompts, peers: Any, errors: dict[str, float])
     last = scores.masked_fill(unseen, float("-inf")).softmax(-1)
     last = last @ v[total - p.length :, head].float()
     good = {}
-    for who, run in contenders.items():
+    for who, attend in contenders.items():
         try:
-            out = run()
+            out = attend()
             pairs = ((out[:rows, head].float(), want), (out[tail, head].float(), last))
             error = max(float((a - b).norm() / b.norm()) for a, b in pairs)
         except Exception as failure:  # noqa: BLE001 (one must not stop the others)
@@ -463,7 +464,7 @@ def race_prompts(clock: Clock, p: Prompts, peers: Any, errors: dict[str, float])
             continue
         errors[f"{p.name} {who}"] = error
         if error < 2e-2:
-            good[who] = run
+            good[who] = attend
         else:
             print(f"{p.name} {who}: wrong by {error}", flush=True)
     clock.race(p.name, good, flops=p.flops)
@@ -515,11 +516,10 @@ def chosen_cache(
     numbers = t["cache"].view(-1, 576)
     slots = torch.arange(pool * 64, device=DEVICE)
     scale = layer._k_scale
-    layer.impl.do_kv_cache_update(
-        numbers[:, :512], numbers[:, None, 512:], cache, slots, c.stored, scale
-    )
+    impl: Any = layer.impl
+    impl.do_kv_cache_update(numbers[:, :512], numbers[:, None, 512:], cache, slots, c.stored, scale)
     rows = cache[blocks].reshape(-1, 1, 656)[: c.ctx]
-    parts = layer.impl.layer.cache_format.decode(rows, 512, 64, scale, scale)
+    parts = impl.layer.cache_format.decode(rows, 512, 64, scale, scale)
     return cache, torch.cat(parts, dim=-1)[:, 0].float()
 
 
@@ -542,6 +542,7 @@ def race_chosen(clock: Clock, c: Chosen, errors: dict[str, float]) -> None:
     for name in (*names, "triton_mla_sparse"):
         backend, _, kind = name.partition(", ")
         is_sparse = backend.endswith("sparse")
+        indexer: Any = SimpleNamespace(topk_indices_buffer=lists) if is_sparse else None
         layer = MLAAttention(
             s.num_heads,
             DIMENSIONS,
@@ -552,7 +553,7 @@ def race_chosen(clock: Clock, c: Chosen, errors: dict[str, float]) -> None:
             device=DEVICE,
             block_size=64,
             kv_cache_dtype=c.stored if is_sparse else "auto",
-            indexer=SimpleNamespace(topk_indices_buffer=lists) if is_sparse else None,
+            indexer=indexer,
         )
         kept = c if is_sparse else replace(c, stored="auto")
         cache, keys = chosen_cache(kept, t, layer)
@@ -573,7 +574,8 @@ def race_chosen(clock: Clock, c: Chosen, errors: dict[str, float]) -> None:
         else:
             print(f"{c.name} {name}: wrong by {error}", flush=True)
         if kind == "no gather":
-            layer.impl._gather = lambda *args: None
+            impl: Any = layer.impl
+            impl._gather = lambda *args: None
     clock.race(c.name, good, num_bytes=s.num_bytes)
     clock.race(c.name, good, num_bytes=s.num_bytes, graph=True)
     torch.cuda.empty_cache()
@@ -644,7 +646,7 @@ def race_shape(clock: Clock, s: Shape, peers: Any, errors: dict[str, float]) -> 
         else:
             print(f"{s.name} {who}: wrong by {error}", flush=True)
     good["hopper_mla, no fold"] = mine["attend"]
-    amounts = {"flops": s.flops} if s.num_heads > 32 else {"num_bytes": s.num_bytes}
+    amounts: Any = {"flops": s.flops} if s.num_heads > 32 else {"num_bytes": s.num_bytes}
     clock.race(s.name, good, **amounts)
     clock.race(s.name, good, **amounts, graph=True)
     torch.cuda.empty_cache()

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """The other end of llama_engine.py; runs under another Python, without attnkit.bench.
 
 In: arguments GGUF THREADS, then one JSON request a line on stdin: prompts as token ids and how many

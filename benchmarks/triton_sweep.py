@@ -13,6 +13,7 @@ import itertools
 import json
 import time
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -58,6 +59,7 @@ def operands(query_lens, kv_lens, heads, kv_heads, size, cache_dtype, page=16):
     pages = [-(-n // page) for n in kv_lens]
     total = sum(pages) + 1
     dtype, stored = torch.bfloat16, cache_format(cache_dtype)
+    assert stored.dtype is not None
     content = stored.layout(size, size).num_bytes // stored.dtype.itemsize
     pool = torch.zeros(total, page, kv_heads, content, device=device, dtype=stored.dtype)
     cache = pool.permute(0, 2, 1, 3)
@@ -96,6 +98,10 @@ def error(o: launch.Operands, scale: float, requests: list[int], cache_dtype: st
     worst = 0.0
     page, size, stored = o.stored.key.shape[2], o.query.shape[2], cache_format(cache_dtype)
     scale_of_codes = torch.full((1,), 0.02, device=o.query.device)
+    assert o.block_table is not None
+    assert o.lse is not None
+    assert stored.dtype is not None
+    assert isinstance(o.output, torch.Tensor)
     for r in requests:
         a, b = o.query_start_loc[r : r + 2].tolist()
         n = int(o.kv_lens[r])
@@ -123,7 +129,7 @@ def error(o: launch.Operands, scale: float, requests: list[int], cache_dtype: st
     return worst
 
 
-def timed(fn, graph: bool) -> float:
+def timed(fn, graph: bool) -> Any:
     if not graph:
         return triton.testing.do_bench(fn, warmup=15, rep=60, return_mode="median")
     with torch.cuda.stream(torch.cuda.Stream()):

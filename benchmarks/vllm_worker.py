@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """The other end of vllm_engine.py; runs under another Python, without attnkit.bench.
 
 In: arguments MODEL DTYPE eager|compiled, then one JSON request a line on stdin: prompts as token ids
@@ -11,9 +12,10 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 
-def attention_of(worker: object) -> str:
+def attention_of(worker: Any) -> str:
     """Which class runs the first attention layer."""
     for layer in worker.model_runner.compilation_config.static_forward_context.values():
         kind = type(layer.impl)

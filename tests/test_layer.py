@@ -457,6 +457,14 @@ def test_a_builder_is_made_once_and_knows_the_layers_page() -> None:
     assert Keeping.made[-1].kv_cache_spec == owner.get_kv_cache_spec()
 
 
+def test_without_a_configuration_the_builder_reads_the_layers_own_facts() -> None:
+    Keeping.made.clear()
+    make_layer(Customising, layer_name="a", dtype=torch.float16, block_size=8).make_builder()
+    (builder,) = Keeping.made
+    assert builder.vllm_config.model_config.dtype is torch.float16
+    assert builder.vllm_config.cache_config.block_size == 8
+
+
 def test_the_cache_is_checked_against_the_page_the_backend_wants() -> None:
     layer = make_layer(Customising, layer_name="a")
     plan = layer.build(make_batch([1], [1], [[3]], BLOCK))

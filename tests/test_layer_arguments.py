@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,15 @@ import torch
 
 from attnkit import Attention, MLAAttention, PagedKVCache, make_batch
 from attnkit.backends.cpu.backend import CpuImpl
+from attnkit.backends.cpu.mla import CpuMLAImpl
 from attnkit.backends.flash_attn import FlashAttnImpl
 from attnkit.backends.flex.backend import FlexImpl
 from attnkit.backends.hopper.impl import HopperImpl
+from attnkit.backends.hopper.mla import HopperMLAImpl
 from attnkit.backends.reference import ReferenceImpl
 from attnkit.backends.reference_mla import ReferenceMLAImpl
 from attnkit.backends.triton.impl import TritonImpl
+from attnkit.backends.triton.mla import TritonMLAImpl
 from attnkit.contract import MLADimensions
 from attnkit.errors import AttnkitError, UnknownBackend
 from attnkit.indexer import LightningIndexer
@@ -25,6 +29,8 @@ WRONG: tuple[Any, ...] = (3.5, {}, [1], object(), torch.zeros(2, 2), np.zeros(3)
 
 SIZES = MLADimensions(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24)
 PROJECTION = torch.nn.Linear(32, 4 * 40, bias=False)
+
+TOLD = SimpleNamespace(topk_indices_buffer=torch.zeros(4, 8, dtype=torch.int32))
 
 NUMBERS = ("num_heads", "head_size", "num_kv_heads", "sliding_window")
 TEXTS = ("kv_cache_dtype", "attn_type", "kv_sharing_target_layer_name")
@@ -57,20 +63,31 @@ def test_dense_impls(impl: Any) -> None:
         refuses(make, "sinks", value)
 
 
-def test_latent_impls() -> None:
+@pytest.mark.parametrize("impl", [ReferenceMLAImpl, CpuMLAImpl, TritonMLAImpl, HopperMLAImpl])
+def test_latent_impls(impl: Any) -> None:
     def make(**changes: Any) -> Any:
-        facts: dict[str, Any] = {"num_heads": 4, "head_size": 40, "scale": 1.0, "num_kv_heads": 1}
+        facts: dict[str, Any] = {"num_heads": 4, "head_size": 576, "scale": 1.0, "num_kv_heads": 1}
         facts |= dict.fromkeys(("alibi_slopes", "sliding_window", "logits_soft_cap"))
-        facts |= {"kv_cache_dtype": "auto", "attn_type": "decoder", "qk_head_dim": 24}
-        facts |= {"kv_sharing_target_layer_name": None, "q_lora_rank": None, "v_head_dim": 24}
-        facts |= {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
-        return ReferenceMLAImpl(**{**facts, "kv_b_proj": PROJECTION, **changes})
+        facts |= {"kv_cache_dtype": "auto", "attn_type": "decoder", "qk_head_dim": 192}
+        facts |= {"kv_sharing_target_layer_name": None, "q_lora_rank": None, "v_head_dim": 128}
+        facts |= {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+        return impl(**{**facts, "kv_b_proj": projection, **changes})
+
+    projection = torch.nn.Linear(512, 4 * 256, bias=False)
 
     make()
     sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     for name in ("num_heads", *sizes, "kv_cache_dtype", "kv_b_proj", "indexer"):
         for value in (*WRONG, True):
             refuses(make, name, value)
+    # What other layers have, and this one would leave out in silence.
+    for name, value in {
+        **{"head_size": 577, "qk_head_dim": 128, "num_kv_heads": 2, "q_pad_num_heads": 64},
+        **{"alibi_slopes": [0.5] * 4, "sliding_window": 7, "logits_soft_cap": 30.0},
+        **{"attn_type": "encoder", "kv_sharing_target_layer_name": "a", "indexer": TOLD},
+    }.items():
+        refuses(make, name, value)
+    make(logits_soft_cap=0.0)
 
 
 def test_layers() -> None:

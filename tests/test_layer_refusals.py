@@ -502,3 +502,21 @@ def test_a_configuration_with_context_parallelism_asks_the_backend_for_it(
     project = torch.nn.Linear(16, 16, bias=False)
     with pytest.raises(UnsupportedConfiguration, match=named.replace("cpu", "cpu_mla")):
         MLAAttention(1, dimensions, project, backend="cpu_mla", vllm_config=config)
+
+
+class Spread(ReferenceBackend):
+    @staticmethod
+    def get_impl_cls() -> Any:
+        return type("SpreadImpl", (ReferenceImpl,), {"supports_dcp": True})
+
+
+def test_a_batch_of_a_cache_spread_over_ranks_is_for_layers_that_were_asked_for_one() -> None:
+    batch = make_batch([1], [1], [[3]], BLOCK)
+    batch = batch.replace(dcp_local_seq_lens=batch.seq_lens)
+    for layer in (make_layer("reference"), make_layer(Spread)):
+        with pytest.raises(
+            BatchError, match="looks for every key in its own cache; build it for a"
+        ):
+            layer.build(batch)
+    config = VllmConfig(parallel_config=ParallelConfig(decode_context_parallel_size=2))
+    make_layer(Spread, vllm_config=config).build(batch)

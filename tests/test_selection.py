@@ -19,7 +19,12 @@ from attnkit import select as public_select
 from attnkit.backends import BACKENDS
 from attnkit.backends.flex.backend import FlexBackend
 from attnkit.backends.reference import ReferenceBackend, ReferenceImpl
-from attnkit.contract import AttentionBackend, DeviceCapability, MultipleOf
+from attnkit.contract import (
+    AttentionBackend,
+    CommonMetadataBuilder,
+    DeviceCapability,
+    MultipleOf,
+)
 from attnkit.errors import (
     BackendError,
     BackendUnavailable,
@@ -50,7 +55,7 @@ class Cheap(ReferenceBackend):
         return "cheap"
 
     @classmethod
-    def is_available(cls) -> str | None:
+    def unavailable_reason(cls) -> str | None:
         return cls.absent
 
     @classmethod
@@ -695,11 +700,16 @@ def test_a_plain_function_without_self_can_be_asked() -> None:
     assert attnkit.Attention(2, 16, backend=made).backend is made
 
 
+class Wide(CommonMetadataBuilder):
+    requires_block_table_width = True
+
+
 def test_what_a_backend_gives_in_the_place_of_its_classes_is_named() -> None:
     for method, given, named in (
         ("get_impl_cls", None, "get_impl_cls of backend reference gave None"),
         ("get_impl_cls", ReferenceBackend, "let it give a subclass of AttentionImpl"),
         ("get_builder_cls", 3, "get_builder_cls of backend reference gave 3"),
+        ("get_builder_cls", Wide, "reference requires_block_table_width, which no layer knows"),
     ):
         attributes = {method: staticmethod(lambda given=given: given)}
         wrong = type("Wrong", (ReferenceBackend,), attributes)

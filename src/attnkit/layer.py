@@ -119,8 +119,8 @@ class Attention(PagedLayer):
             use_per_head_quant_scales: `_q_scale`, `_k_scale` and `_v_scale` have one entry per KV head
                 instead of one for all.
             use_batch_invariant: a request's bits may not depend on which others are in its batch.
-            vllm_config: engine configuration handed to the builder; None: the defaults. Of context
-                parallelism, which a backend must do, it is read here.
+            vllm_config: engine configuration handed to the builder; None: the defaults for this
+                dtype and block size. Of context parallelism, which a backend must do, it is read here.
             choose: who chooses the backend; `functools.cache(select)` for many layers that ask alike.
 
         Raises:

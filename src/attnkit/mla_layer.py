@@ -119,8 +119,8 @@ class MLAAttention(PagedLayer):
                 divides `block_size`. The row that comes with the last of them is kept, those of the
                 others are not read, and a query sees the rows that are whole at its position, which
                 is also what an indexer then counts. Any backend does it (`compressed`).
-            vllm_config: engine configuration handed to the builder; None: the defaults. Of context
-                parallelism, which a backend must do, it is read here.
+            vllm_config: engine configuration handed to the builder; None: the defaults for this
+                dtype and block size. Of context parallelism, which a backend must do, it is read here.
             choose: who chooses the backend; `functools.cache(select)` for many layers that ask alike.
 
         Raises:

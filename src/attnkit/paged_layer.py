@@ -32,7 +32,9 @@ from attnkit.contract import (
     AttentionMetadataBuilder,
     AttentionSpec,
     AttentionType,
+    CacheConfig,
     CommonAttentionMetadata,
+    ModelConfig,
     ParallelConfig,
     VllmConfig,
 )
@@ -132,7 +134,7 @@ class PagedLayer(nn.Module):
             dtype: of the layer's tensors.
             device: where it runs.
             block_size: tokens in a kernel block.
-            vllm_config: None: the defaults.
+            vllm_config: None: the defaults, for this dtype and block size.
             choose: who will choose the backend.
             scales_per_head: `_q_scale`, `_k_scale` and `_v_scale` have one entry per KV head.
 
@@ -149,7 +151,12 @@ class PagedLayer(nn.Module):
         self.cache_name = self.layer_name
         self.num_kv_heads = num_kv_heads
         self.dtype, self.device, self.block_size = dtype, torch.device(device), block_size
-        self.vllm_config = VllmConfig() if vllm_config is None else vllm_config
+        if vllm_config is None:
+            vllm_config = VllmConfig(
+                model_config=ModelConfig(dtype=dtype),
+                cache_config=CacheConfig(block_size=block_size),
+            )
+        self.vllm_config = vllm_config
         self._scale_shape = (num_kv_heads,) if scales_per_head else ()
         for name in _SCALES:
             ones = torch.ones(self._scale_shape, device=self.device)
@@ -216,6 +223,9 @@ class PagedLayer(nn.Module):
 
         Args:
             layer_names: of the group; None: this layer alone.
+
+        Raises:
+            BackendError: the backend gives no builder class, or one that wants more than a layer knows.
         """
         names = [self.layer_name] if layer_names is None else list(layer_names)
         spec = self._spec(self.block_size)
@@ -224,6 +234,11 @@ class PagedLayer(nn.Module):
             raise BackendError(
                 f"get_builder_cls of backend {self.selection.name} gave {builder_cls!r}; let it give a "
                 "subclass of AttentionMetadataBuilder"
+            )
+        if getattr(builder_cls, "requires_block_table_width", False):
+            raise BackendError(
+                f"the builder of backend {self.selection.name} requires_block_table_width, which no "
+                "layer knows before its first batch; let it read block_table_tensor.shape in build"
             )
         return builder_cls(spec, names, self.vllm_config, self.device)
 
@@ -261,6 +276,11 @@ class PagedLayer(nn.Module):
     def _check_masks(self, batch: CommonAttentionMetadata) -> None:
         """Whether the layer was built for the batch's masks; layers of a kind may want more."""
         check_masks(batch, self)
+        if batch.dcp_local_seq_lens is not None and not self._parallelism()["use_dcp"]:
+            raise BatchError(
+                f"the batch has dcp_local_seq_lens, and layer {self.layer_name} looks for every key in "
+                "its own cache; build it for a decode_context_parallel_size above 1, or leave them out"
+            )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Call once when a checkpoint is loaded: scales are checked, and host copies follow them.

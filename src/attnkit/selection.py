@@ -204,7 +204,7 @@ def reasons_against(
             request only.
     """
     reasons: list[str] = []
-    if here and (absent := backend.is_available()) is not None:
+    if here and (absent := backend.unavailable_reason()) is not None:
         reasons.append(absent)
     reasons += backend.validate_configuration(
         head_size=request.head_size,
@@ -292,7 +292,7 @@ def find_named(
         cls = _found(name, asked) if isinstance(name, str) else name
     except BackendUnavailable as absent:
         raise _cannot_run(asked, str(absent)) from absent
-    if here and (reason := cls.is_available()) is not None:
+    if here and (reason := cls.unavailable_reason()) is not None:
         raise _cannot_run(asked, reason)
     return cls
 

@@ -31,7 +31,7 @@ class FlashAttnHere(FlashAttnBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = FLOATS
 
     @classmethod
-    def is_available(cls) -> str | None:
+    def unavailable_reason(cls) -> str | None:
         return None
 
     @classmethod
@@ -43,7 +43,7 @@ class FlashInferHere(FlashInferBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = FLOATS
 
     @classmethod
-    def is_available(cls) -> str | None:
+    def unavailable_reason(cls) -> str | None:
         return None
 
     @classmethod

@@ -250,14 +250,17 @@ def test_wanted_tokens_answer_as_in_the_whole_batch(
         ([4, 10], 2, r"begins with \[4, 10\]"),
         ([4, 9], None, "num_logits_indices is None beside 2"),
         ([4, 9], 3, "num_logits_indices is 3 beside 2"),
+        ([3, 4, 9], 3, "max_logits_per_req is 1, and logits_indices_padded has 2 tokens of one"),
     ],
 )
-def test_tokens_in_the_middle_of_a_prompt_are_refused(
+def test_tokens_that_contradict_the_batch_are_refused(
     wanted: list[int], num_wanted: int | None, named: str
 ) -> None:
     layer = Attention(4, 16, backend=fast_prefill(CPU), kv_sharing_target_layer_name="owner")
     batch = make_batch([5, 5], [5, 5], [[1], [2]], 16).replace(
-        logits_indices_padded=torch.tensor(wanted, dtype=torch.int32), num_logits_indices=num_wanted
+        logits_indices_padded=torch.tensor(wanted, dtype=torch.int32),
+        num_logits_indices=num_wanted,
+        max_logits_per_req=1,
     )
     with pytest.raises(BatchError, match=named):
         layer.build(batch)

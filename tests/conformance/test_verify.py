@@ -183,7 +183,7 @@ def test_an_unknown_backend_is_named() -> None:
 
 class Absent(TwinBackend):
     @classmethod
-    def is_available(cls) -> str | None:
+    def unavailable_reason(cls) -> str | None:
         return "its library is not installed"
 
 

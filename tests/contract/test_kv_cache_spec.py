@@ -20,7 +20,6 @@ from attnkit.contract import (
     KVCacheLayout,
     KVCacheSpec,
     KVQuantMode,
-    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     get_kv_quant_mode,
@@ -75,7 +74,6 @@ def test_packing_of_a_backend_replaces_the_plain_arithmetic() -> None:
     compressed = FullAttentionSpec(**FACTS, tokens_per_state=4)
     assert compressed.num_states == 4
     assert compressed.page_size_bytes == 4 * 3 * 80 * 2
-    assert FullAttentionSpec(**FACTS, tokens_per_state=-1).num_states == 1
 
 
 def test_padding_may_grow_a_page_but_not_shrink_it() -> None:
@@ -95,6 +93,10 @@ def test_padding_may_grow_a_page_but_not_shrink_it() -> None:
         ({"num_kv_heads": 0}, "num_kv_heads 0"),
         ({"head_size": -8}, "head_size -8"),
         ({"head_size_v": -1}, "head_size_v -1"),
+        ({"tokens_per_state": 0}, "tokens_per_state 0"),
+        ({"num_head_slots": 0}, "num_head_slots 0"),
+        ({"state_content_bytes": -4}, "state_content_bytes -4"),
+        ({"page_size_padded": 1.5}, "page_size_padded 1.5"),
     ],
 )
 def test_sizes_that_hold_nothing_are_named(wrong: dict[str, int], named: str) -> None:
@@ -120,7 +122,6 @@ def test_windows_that_see_nothing_are_named() -> None:
 def test_full_attention_holds_every_block(max_len: int) -> None:
     spec = FullAttentionSpec(**FACTS)
     assert spec.max_num_blocks(max_len, 512) == -(-max_len // 16)
-    assert spec.max_memory_usage_bytes(max_len, 512) == -(-max_len // 16) * spec.page_size_bytes
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
@@ -155,22 +156,9 @@ def test_a_chunk_never_needs_more_blocks_than_it_says(block_size: int) -> None:
 
 
 def test_what_the_other_kinds_hold() -> None:
-    assert EncoderOnlyAttentionSpec(**FACTS).max_memory_usage_bytes(1000, 100) == 0
+    assert EncoderOnlyAttentionSpec(**FACTS).max_num_blocks(1000, 100) == 0
     cross = CrossAttentionSpec(**FACTS, max_encoder_tokens=33)
     assert cross.max_num_blocks(5, 1) == cross.max_num_blocks(5000, 1) == 3
-
-
-def test_a_recurrent_state_is_one_block() -> None:
-    shapes, dtypes = ((4, 3), (2, 2, 2)), (torch.bfloat16, torch.float32)
-    spec = MambaSpec(block_size=512, shapes=shapes, dtypes=dtypes, num_speculative_blocks=3)
-    assert spec.page_size_bytes == 4 * 3 * 2 + 8 * 4
-    assert spec.max_num_blocks(100_000, 512) == 4
-    assert replace(spec, page_size_padded=64).page_size_bytes == 64
-    assert spec.kind == "mamba"
-    with pytest.raises(ConfigurationError, match="page_size_padded 55 is below the 56"):
-        replace(spec, page_size_padded=55)
-    with pytest.raises(ConfigurationError, match="2 shapes and 1 dtypes"):
-        MambaSpec(block_size=512, shapes=shapes, dtypes=dtypes[:1])
 
 
 def test_equal_facts_make_equal_specs() -> None:
@@ -256,4 +244,3 @@ def test_what_a_layout_says_of_itself_is_so_in_memory(layout: KVCacheLayout) -> 
 
     assert layout.is_layer_compact == is_dense(logical[1])
     assert layout.is_block_contiguous == is_dense(logical[1, 3])
-    assert layout.is_block_outermost == is_dense(logical[:, 3])

@@ -34,7 +34,7 @@ class EmulatedHopper(HopperBackend):
     """The backend as it is, on a device that it does not claim."""
 
     @classmethod
-    def is_available(cls) -> str | None:
+    def unavailable_reason(cls) -> str | None:
         return None
 
     @classmethod
@@ -46,7 +46,7 @@ class EmulatedHopperMLA(HopperMLABackend):
     """Likewise, over latents."""
 
     @classmethod
-    def is_available(cls) -> str | None:
+    def unavailable_reason(cls) -> str | None:
         return None
 
     @classmethod
@@ -58,7 +58,7 @@ class EmulatedHopperMLASparse(HopperMLASparseBackend):
     """Likewise, over chosen keys."""
 
     @classmethod
-    def is_available(cls) -> str | None:
+    def unavailable_reason(cls) -> str | None:
         return None
 
     @classmethod

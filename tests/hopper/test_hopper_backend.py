@@ -87,7 +87,7 @@ def test_coded_groups_fit_the_rows_of_a_warps_product() -> None:
 def test_without_a_gpu_it_says_why_it_cannot_run() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    assert HopperBackend.is_available() == "torch sees no CUDA device"
+    assert HopperBackend.unavailable_reason() == "torch sees no CUDA device"
     (decision,) = decide(_request(), "attnkit.backends.hopper.backend:HopperBackend")
     assert any("no CUDA device" in reason for reason in decision.reasons)
 

@@ -39,7 +39,7 @@ class FullAttentionSpec:
     head_size: int
     dtype: torch.dtype
     head_size_v: int
-    sliding_window: int | None
+    sliding_window: int | None = None
 
 
 class SlidingWindowSpec(FullAttentionSpec):
@@ -195,6 +195,11 @@ def test_what_cannot_be_run_is_refused(foreign):
         arguments = {"num_heads": HEADS, "head_size": SIZE, "num_kv_heads": KV_HEADS, **given}
         with pytest.raises(UnsupportedConfiguration, match=message):
             Attention(**arguments, backend=theirs)
+    layer = Attention(HEADS, SIZE, num_kv_heads=KV_HEADS, backend=theirs)
+    step = *torch.zeros(3, 1, HEADS, SIZE), torch.zeros(0), None, torch.zeros(1, HEADS, SIZE)
+    for scales in ((torch.ones(()),), (None, torch.ones(()))):
+        with pytest.raises(UnsupportedConfiguration, match="quantised outputs are not supported"):
+            layer.impl.forward(layer, *step, *scales)
     tritons = type("Tritons", (TheirBackend,), {"get_name": staticmethod(lambda: "TRITON_ATTN")})
     with pytest.raises(UnsupportedConfiguration, match="TRITON_ATTN needs Triton, which this vLLM"):
         Attention(HEADS, SIZE, num_kv_heads=KV_HEADS, backend=foreign.adapt(tritons))

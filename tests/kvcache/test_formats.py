@@ -268,7 +268,6 @@ def test_offsets_say_where_codes_and_scales_lie(name: str) -> None:
     fmt = cache_format(name)
     layout = fmt.layout(HEAD_SIZE, HEAD_SIZE_V)
     k_bytes, v_bytes = side_bytes(name, HEAD_SIZE), side_bytes(name, HEAD_SIZE_V)
-    assert layout.k_codes == 0
     assert layout.k_scales == k_bytes[0]
     assert layout.v_codes == sum(k_bytes)
     assert layout.v_scales == sum(k_bytes) + v_bytes[0]

@@ -178,9 +178,7 @@ def test_declared_bytes_are_the_bytes_of_the_tensors(name: str, layout: KVCacheL
 
 def test_eight_bits_hold_twice_the_tokens_of_sixteen() -> None:
     budget = 100 * spec_of("bfloat16").page_size_bytes
-    blocks = {
-        name: PagedKVCache.from_bytes({"a": spec_of(name)}, budget).num_blocks for name in BYTES
-    }
+    blocks = {name: plan_kv_cache({"a": spec_of(name)}).num_blocks(budget) for name in BYTES}
     assert blocks["bfloat16"] == 100
     assert blocks["fp8"] == blocks["fp8_e5m2"] == 200
     assert blocks["int8_per_token_head"] == blocks["fp8_per_token_head"] == 100 * 96 // 56

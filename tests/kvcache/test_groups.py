@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnkit.contract import (
+    AttentionBackend,
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
-    MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
     SlidingWindowSpec,
@@ -122,7 +123,7 @@ def test_padding_can_make_pages_equal():
         block_size=16, sliding_window=9, page_size_padded=wide.page_size_bytes, **SHAPE
     )
     plan = plan_kv_cache({"a": wide, "b": padded})
-    assert plan.page_bytes == wide.page_size_bytes == 3 * PAGE // 2
+    assert plan.block_bytes == wide.page_size_bytes == 3 * PAGE // 2
 
 
 def test_layers_that_keep_nothing_are_in_no_group():
@@ -141,17 +142,14 @@ def test_retentions_say_how_long_pages_are_needed():
     assert plan_kv_cache({"a": CHUNK}).retentions == (
         Retention(block_size=16, attention_chunk_size=64),
     )
-    # A windowed layer kept as a full one keeps its pages; the mask stays with the layer.
-    kept = FullAttentionSpec(block_size=16, sliding_window=32, **SHAPE)
-    assert plan_kv_cache({"a": kept}).retentions == (Retention(block_size=16),)
     latent = MLAAttentionSpec(block_size=16, head_size=24, dtype=torch.float32)
     assert plan_kv_cache({"a": latent}).retentions == (Retention(block_size=16),)
 
 
 def test_kinds_without_block_tables_are_named():
-    state = MambaSpec(block_size=16, shapes=((4, 8),), dtypes=(torch.float32,))
-    with pytest.raises(ConfigurationError, match=r"mamba layers \(x\)"):
-        plan_kv_cache({"x": state}).retentions  # noqa: B018
+    other = AttentionSpec(block_size=16, **SHAPE)
+    with pytest.raises(ConfigurationError, match=r"unknown layers \(x\)"):
+        plan_kv_cache({"x": other}).retentions  # noqa: B018
 
 
 def test_pages_of_an_encoders_output_are_there_from_the_first_step_on():
@@ -175,15 +173,18 @@ def test_pages_of_an_encoders_output_are_there_from_the_first_step_on():
 def test_blocks_from_a_budget_and_a_budget_too_small():
     plan = plan_kv_cache(layers((FULL, 2), (WINDOW, 2)))
     assert plan.num_blocks(10 * plan.block_bytes + 1) == 10
-    with pytest.raises(CacheError, match=f"{plan.block_bytes} bytes hold 1 blocks.*at least"):
-        plan.num_blocks(plan.block_bytes)
+    for num_bytes, held in ((-1, -1), (0, 0), (2 * plan.block_bytes - 1, 1)):
+        least = f"{num_bytes} bytes hold {held} blocks.*give at least {2 * plan.block_bytes}"
+        with pytest.raises(CacheError, match=least):
+            plan.num_blocks(num_bytes)
+    cache = PagedKVCache(plan.specs, plan.num_blocks(10 * plan.block_bytes), overlays=plan.storages)
+    assert cache.num_bytes == 10 * plan.block_bytes
 
 
-def test_bytes_of_a_request_add_up_over_groups():
+def test_blocks_of_a_request_add_up_over_groups():
     plan = plan_kv_cache(layers((FULL, 2), (WINDOW, 4)))
     # Full: ceil(1000 / 16); window: ceil((32 - 1 + 48) / 16) + 1, in two groups.
     assert plan.max_blocks_per_request(1000, 48) == 63 + 2 * 6
-    assert plan.max_bytes_per_request(1000, 48) == (63 + 12) * 2 * PAGE
 
 
 @settings(max_examples=100, deadline=None)
@@ -215,3 +216,20 @@ def test_the_plan_sizes_the_memory_exactly():
     first = plan.storages[0]
     assert len({cache[name].data_ptr() for name in first}) == 1
     assert len({cache[name].data_ptr() for name in plan.specs}) == len(plan.storages)
+
+
+class Old(AttentionBackend):
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str="auto"):
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+
+def test_layers_whose_backends_shape_their_caches_count_beside_the_others():
+    specs = layers((FULL, 2), (WINDOW, 4))
+    for alone in (["layer.1"], list(specs)):
+        plan = plan_kv_cache(specs, alone=alone)
+        assert all(len(s) == 1 for s in plan.storages if set(s) & set(alone))
+        backends = dict.fromkeys(alone, Old)
+        cache = PagedKVCache(plan.specs, 7, overlays=plan.storages, backends=backends)
+        assert cache.num_bytes == 7 * plan.block_bytes
+        assert {name for s in plan.storages for name in s} == set(specs)

@@ -28,7 +28,7 @@ def test_overlaid_layers_keep_their_own_shape_and_share_every_byte_of_a_page(lay
     cache["narrow"][3] = 1.0
     assert (cache["wide"][3] == 1.0).all()
     assert (cache["wide"][[0, 1, 2, 4]] == 0.0).all()
-    assert cache.num_bytes == 5 * plan.page_bytes
+    assert cache.num_bytes == 5 * plan.block_bytes
 
 
 def test_a_layout_that_spreads_a_page_cannot_be_seen_in_two_shapes():

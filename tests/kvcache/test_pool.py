@@ -1,4 +1,4 @@
-"""PagedKVCache: budgets, splits, overlays and poison are exact, and nonsense is refused."""
+"""PagedKVCache: splits, overlays and poison are exact, and nonsense is refused."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnkit.backends.reference import ReferenceBackend
-from attnkit.contract import AttentionBackend, FullAttentionSpec, KVCacheLayout
+from attnkit.contract import AttentionBackend, FullAttentionSpec, KVCacheLayout, KVCacheSpec
 from attnkit.errors import CacheError, ConfigurationError
-from attnkit.kvcache.pool import PagedKVCache, block_bytes
+from attnkit.kvcache.pool import PagedKVCache
 from attnkit.kvcache.write import write_kv
 
 FACTS: dict[str, Any] = {
@@ -27,46 +26,6 @@ def _spec(**changes: Any) -> FullAttentionSpec:
 
 
 PAGE = _spec().page_size_bytes
-
-
-def test_a_budget_gives_as_many_whole_blocks_as_fit() -> None:
-    specs = {"a": _spec(), "b": _spec()}
-    for spare in (0, 1, 2 * PAGE - 1):
-        cache = PagedKVCache.from_bytes(specs, 5 * 2 * PAGE + spare)
-        assert cache.num_blocks == 5
-        assert cache.num_bytes == 5 * 2 * PAGE
-
-
-@pytest.mark.parametrize("num_bytes", [-1, 0, PAGE, 2 * PAGE - 1])
-def test_a_budget_below_two_blocks_is_refused(num_bytes: int) -> None:
-    with pytest.raises(CacheError, match=f"{num_bytes} bytes hold .*give at least {2 * PAGE}"):
-        PagedKVCache.from_bytes({"a": _spec()}, num_bytes)
-
-
-def test_a_budget_counts_layers_whose_backends_shape_their_own_cache() -> None:
-    specs = {"a": _spec(), "b": _spec(), "c": _spec()}
-    cache = PagedKVCache.from_bytes(
-        specs, 4 * 2 * PAGE, overlays=[("a", "b", "c")], backends={"b": ReferenceBackend}
-    )
-    assert cache.num_blocks == 4
-    assert cache.num_bytes <= 4 * 2 * PAGE
-
-
-def test_a_budget_passes_the_other_arguments_on() -> None:
-    cache = PagedKVCache.from_bytes(
-        {"a": _spec(), "b": _spec()},
-        4 * PAGE,
-        layout=KVCacheLayout.LBNHC,
-        kernel_block_size=4,
-        overlays=[("a", "b")],
-        poison=True,
-    )
-    assert cache.num_blocks == 4
-    assert cache["a"].shape == (12, 2, 4, 10)
-    assert cache["a"].data_ptr() == cache["b"].data_ptr()
-    assert cache["a"].isnan().all()
-    assert cache.layout is KVCacheLayout.LBNHC
-    assert block_bytes(cache.specs, [("a", "b")]) == PAGE
 
 
 def test_a_fresh_page_is_zero_and_no_layer_sees_anothers() -> None:
@@ -245,6 +204,7 @@ def test_the_same_round_trip_through_an_older_shape_and_the_logical_one() -> Non
         ({"kernel_block_size": 4.0}, "do not split into kernel blocks of 4.0"),
         ({"specs": {"a": None}}, "give {layer name: layer.get_kv_cache_spec"),
         ({"specs": {"a": 2}}, "give {layer name: layer.get_kv_cache_spec"),
+        ({"specs": {"a": KVCacheSpec(block_size=4)}}, "give {layer name: layer.get_kv_cache_spec"),
         ({"overlays": 3.5}, "overlays is 3.5; give lists of layer names"),
         ({"overlays": ["a", "b"]}, "overlays is .*; give lists of layer names"),
         ({"backends": ["a"]}, "backends is .*; give {layer name: backend class}"),

@@ -49,13 +49,13 @@ def test_prefills_of_cpu_mla_by_another(name: str, case: str) -> None:
 
 
 class FlashAttnHere(FlashAttnMLAPrefill):
-    is_available = classmethod(lambda cls: None)
+    unavailable_reason = classmethod(lambda cls: None)
     supports_compute_capability = classmethod(lambda cls, capability: True)
     supports_dtype = classmethod(lambda cls, dtype: True)
 
 
 class FlashInferHere(FlashInferMLAPrefill):
-    is_available = classmethod(lambda cls: None)
+    unavailable_reason = classmethod(lambda cls: None)
     supports_compute_capability = classmethod(lambda cls, capability: True)
     supports_dtype = classmethod(lambda cls, dtype: True)
     supports_dimensions = classmethod(lambda cls, dimensions: None)

@@ -180,6 +180,14 @@ def test_what_is_no_recording_is_refused(tmp_path):
         ({"input_features": torch.zeros(2, 8, 20)}, shape),
         ({"input_features": torch.zeros(8, 20, dtype=torch.long)}, shape),
         ({"input_features": "sound"}, shape),
+        (
+            {"input_features": None},
+            "prompt 0: input_features is None; give what the model's processor",
+        ),
+        (
+            {"input_features": torch.zeros(8, 20), "decoder_prompt": 3},
+            "prompt 0: decoder_prompt is int",
+        ),
     ):
         with pytest.raises(RequestError, match=message):
             llm.generate([prompt])
@@ -197,6 +205,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
         ([5] * 129, "encoder's prompt has 129 tokens"),
         ([320], "token id 320"),
         ({"prompt": [5]}, "give encoder_prompt"),
+        ({"encoder_prompt": None}, "prompt 0: encoder_prompt is NoneType; give a text or a list"),
+        ({"encoder_prompt": [5], "decoder_prompt": 7.5}, "prompt 0: decoder_prompt is float"),
     ):
         with pytest.raises(RequestError, match=message):
             llm.generate([prompt])

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from attnkit import LLM, SamplingParams
+from attnkit.backends.reference import ReferenceBackend
 from attnkit.errors import BackendError, CacheError, ConfigurationError, ModelError, RequestError
 from attnkit.runner.engine import Engine
 from attnkit.runner.entry import Entry
-from attnkit.runner.llm import Interrupted
+from attnkit.runner.interrupt import Interrupted
 
 transformers = pytest.importorskip("transformers")
 tiny_models = pytest.importorskip("tiny_models")
@@ -249,6 +250,17 @@ def test_the_models_end_token_ends_an_output_unless_it_is_ignored(folder, monkey
     assert (ended.finish_reason, ended.stop_reason) == ("stop", None)
     assert ended.token_ids == free[: at + 1]
     assert tokens(llm.generate(prompt, GREEDY)) == [free]
+
+
+def test_a_stop_token_that_no_model_gives_is_refused(folder):
+    llm = make_llm(folder)
+    llm.generate([1, 2, 3], SamplingParams(max_tokens=1, stop_token_ids=[319]))
+    params = [GREEDY, SamplingParams(stop_token_ids=[7, 320])]
+    with pytest.raises(
+        RequestError, match=r"prompt 1: .*stop_token_ids has 320, .* end at 319, so"
+    ):
+        llm.generate([[1, 2, 3], [1, 2, 3]], params)
+    assert llm.stats.num_steps == 1
 
 
 def test_one_bad_prompt_stops_all_before_anything_runs(folder):
@@ -506,6 +518,24 @@ def test_memory_is_sized_by_bytes_and_never_beyond_use(folder):
     assert make_llm(folder, num_blocks=None, kv_cache_bytes=10 * page + 5).stats.num_blocks == 10
     llm = make_llm(folder, num_blocks=None, max_num_seqs=2, debug_poison=False)
     assert llm.stats.num_blocks == 1 + 2 * 512 // 4
+
+
+class Older(ReferenceBackend):
+    """Its caches are its own to shape, so layers of several kinds do not overlay each other."""
+
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str="auto"):
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+
+def test_memory_of_an_older_backend_is_what_was_asked_for(tmp_path):
+    tiny_models.make_model("gemma3_text").save_pretrained(tmp_path)
+    most = 300_000
+    for backend in ("reference", Older):
+        llm = make_llm(tmp_path, backend=backend, num_blocks=None, kv_cache_bytes=most)
+        assert 0.9 * most < llm.engine.cache.num_bytes <= most
+        (output,) = llm.generate([3, 4, 5], GREEDY)
+        assert len(output.outputs[0].token_ids) == 12
 
 
 def test_a_checkpoint_with_missing_weights_is_refused(folder, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from attnkit import LLM, SamplingParams
 from attnkit.errors import RequestError
-from attnkit.runner.llm import Interrupted
+from attnkit.runner.interrupt import Interrupted
 
 pytest.importorskip("transformers")
 tiny_models = pytest.importorskip("tiny_models")

@@ -12,7 +12,7 @@ from paged_model import PagedModel, generate, make_request, make_scheduler
 from attnkit.kvcache.blocks import NULL_BLOCK
 from attnkit.kvcache.retention import Retention
 from attnkit.kvcache.tables import TokenRange
-from attnkit.runner.request import FinishReason, Request
+from attnkit.runner.request import FinishReason, Request, RequestStatus
 from attnkit.runner.scheduled import SchedulerOutput
 from attnkit.runner.scheduler import Scheduler
 
@@ -49,7 +49,8 @@ def check_step(scheduler: Scheduler, output: SchedulerOutput, live: list[Request
     assert pool.num_used == len(held)
     assert output.num_tokens == sum(i.num_new_tokens for i in output.scheduled)
     assert output.num_tokens <= scheduler.max_num_batched_tokens
-    assert len(output.scheduled) <= scheduler.num_running <= scheduler.max_num_seqs
+    num_running = sum(request.status is RequestStatus.RUNNING for request in live)
+    assert len(output.scheduled) <= num_running <= scheduler.max_num_seqs
     assert all(1 <= i.num_new_tokens <= scheduler.max_chunk_tokens for i in output.scheduled)
     for item in output.scheduled:
         start = item.request.num_computed_tokens

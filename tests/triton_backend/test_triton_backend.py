@@ -46,7 +46,7 @@ import importlib.util
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *a: None if name == "triton" else find(name, *a)
 from attnkit.selection import resolve
-print(resolve("triton").is_available())
+print(resolve("triton").unavailable_reason())
 """
     assert python(code) == "triton is not installed"
 
@@ -58,7 +58,7 @@ torch.cuda.is_available = lambda: False
 from attnkit.selection import resolve
 from attnkit.contract import DeviceCapability
 backend = resolve("triton")
-print(backend.is_available(), backend.supports_compute_capability(DeviceCapability.cpu()))
+print(backend.unavailable_reason(), backend.supports_compute_capability(DeviceCapability.cpu()))
 """
     reason = "needs a GPU, or TRITON_INTERPRET=1 to run in the interpreter"
     assert python(code) == f"{reason} False"

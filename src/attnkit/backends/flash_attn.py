@@ -195,7 +195,7 @@ class FlashAttnBackend(LibraryBackend):
         return _VERSIONS[flash_attention_module() or HOPPER]
 
     @classmethod
-    def is_available(cls) -> str | None:
+    def unavailable_reason(cls) -> str | None:
         if flash_attention_module() is None:
             return f"none of {', '.join(_VERSIONS)} is installed"
         if not torch.cuda.is_available():

@@ -35,8 +35,8 @@ class FlashAttnMLAPrefill(RaggedPrefill):
         return "flash_attn"
 
     @classmethod
-    def is_available(cls) -> str | None:
-        return FlashAttnBackend.is_available()
+    def unavailable_reason(cls) -> str | None:
+        return FlashAttnBackend.unavailable_reason()
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:

@@ -55,7 +55,7 @@ class FlashInferBackend(LibraryBackend):
         return FlashInferMetadataBuilder
 
     @classmethod
-    def is_available(cls) -> str | None:
+    def unavailable_reason(cls) -> str | None:
         if not is_installed(MODULE):
             return f"{MODULE} is not installed"
         if not torch.cuda.is_available():

@@ -28,8 +28,8 @@ class FlashInferMLAPrefill(RaggedPrefill):
         return "flashinfer"
 
     @classmethod
-    def is_available(cls) -> str | None:
-        return FlashInferBackend.is_available()
+    def unavailable_reason(cls) -> str | None:
+        return FlashInferBackend.unavailable_reason()
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:

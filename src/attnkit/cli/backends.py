@@ -39,7 +39,7 @@ def backends(
     for matrix, latent in ((capability_matrix, False), (mla_matrix, True)):
         kind = {name: cls for name, cls in found.items() if cls.is_mla() is latent}
         if kind:
-            here = [cls.is_available() or "yes" for cls in kind.values()]
+            here = [cls.unavailable_reason() or "yes" for cls in kind.values()]
             tables.append((kind, [("runs here", here), *matrix(kind)]))
     if as_json:
         cells = {

@@ -19,8 +19,9 @@ import typer
 from attnkit.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
-    from attnkit.runner.llm import LLM, Progress
+    from attnkit.runner.llm import LLM
     from attnkit.runner.output import RequestOutput
+    from attnkit.runner.runs import Progress
     from attnkit.runner.sampling_params import SamplingParams
 
 INTERRUPTED = 130
@@ -99,8 +100,9 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Continue or answer prompts with a model."""
+    from attnkit.runner.interrupt import Interrupted
     from attnkit.runner.kv_file import SafetensorsFile
-    from attnkit.runner.llm import LLM, Interrupted
+    from attnkit.runner.llm import LLM
     from attnkit.runner.sampling_params import SamplingParams
 
     texts = _read_prompts(prompts or [], file)

@@ -104,7 +104,7 @@ class Subject:
         DeviceCapability.of(device)
         found = resolve(backend) if isinstance(backend, str) else backend
         name = backend if isinstance(backend, str) else backend.get_name()
-        absent = found.is_available()
+        absent = found.unavailable_reason()
         if absent is not None:
             raise BackendUnavailable(f"backend {name} cannot run on this machine: {absent}")
         return cls(found, torch.device(device), name)

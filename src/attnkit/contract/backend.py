@@ -393,7 +393,7 @@ class AttentionBackend(ABC):
     key."""
 
     @classmethod
-    def is_available(cls) -> str | None:
+    def unavailable_reason(cls) -> str | None:
         """Why this backend cannot run on this machine ("triton is not installed"); None if it can.
 
         Only absence is answered here: a library that is present but broken raises its own error.

@@ -36,7 +36,8 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     """`update_block_table` is there."""
 
     requires_block_table_width: ClassVar[bool] = False
-    """The constructor takes a keyword `block_table_width`: columns of the kernel block table."""
+    """The constructor takes a keyword `block_table_width`: columns of the kernel block table. Layers,
+    which do not know it, refuse such a builder."""
 
     supports_draft_decode_metadata_update: bool = False
     """`update_draft_decode_metadata` refreshes everything that changes between draft steps, so one

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from attnkit.arguments import check_count, check_dtype, check_flags
 from attnkit.errors import ConfigurationError
 
 
@@ -24,16 +25,14 @@ class ModelConfig:
     Attributes:
         dtype: of activations.
         max_model_len: longest request in tokens.
-        rswa_window: window of reference sliding-window attention; None: the model has none.
-        is_mm_prefix_lm: images inside a prompt are attended to in both directions.
-        use_mla: layers keep latents instead of keys and values.
     """
 
     dtype: torch.dtype = torch.float32
     max_model_len: int = 8192
-    rswa_window: int | None = None
-    is_mm_prefix_lm: bool = False
-    use_mla: bool = False
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        check_count("max_model_len", self.max_model_len)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +41,12 @@ class CacheConfig:
 
     Attributes:
         block_size: tokens in one of the engine's blocks; kernel blocks may be smaller.
-        cache_dtype: a name of `CACHE_DTYPES`.
-        enable_prefix_caching: requests with a common beginning share its pages.
-        kv_sharing_fast_prefill: layers that share a cache compute only the wanted rows of a prompt.
     """
 
     block_size: int = 16
-    cache_dtype: str = "auto"
-    enable_prefix_caching: bool = True
-    kv_sharing_fast_prefill: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("block_size", self.block_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +61,42 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
 
+    def __post_init__(self) -> None:
+        check_count("max_num_seqs", self.max_num_seqs)
+        check_count("max_num_batched_tokens", self.max_num_batched_tokens)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """World sizes. Everything is 1 on a single device.
 
     Attributes:
-        tensor_parallel_size: ranks that heads are spread over.
-        decode_context_parallel_size: ranks that the cache of a request is spread over.
-        prefill_context_parallel_size: ranks that the queries of a prompt are spread over.
+        decode_context_parallel_size: ranks that the cache of a request is spread over; layers want a
+            backend that says `supports_dcp`.
+        prefill_context_parallel_size: ranks that the queries of a prompt are spread over; likewise
+            `supports_pcp`.
+        tensor_parallel_size: ranks that heads are spread over. 1: a layer is told of its own heads.
         cp_kv_cache_interleave_size: neighbouring tokens that go to one rank before the next takes over.
+            1: nothing here places tokens on ranks. Both are there since vLLM's builders read them.
     """
 
-    tensor_parallel_size: int = 1
     decode_context_parallel_size: int = 1
     prefill_context_parallel_size: int = 1
+    tensor_parallel_size: int = 1
     cp_kv_cache_interleave_size: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("decode_context_parallel_size", self.decode_context_parallel_size)
+        check_count("prefill_context_parallel_size", self.prefill_context_parallel_size)
+        for name, instead in (
+            ("tensor_parallel_size", "give each layer the heads of its rank"),
+            ("cp_kv_cache_interleave_size", "say in slot_mapping what this rank keeps"),
+        ):
+            value = getattr(self, name)
+            if value != 1:
+                raise ConfigurationError(
+                    f"{name} {value!r} has no effect here; leave it at 1 and {instead}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +110,11 @@ class SpeculativeConfig:
 
     num_speculative_tokens: int | None = None
     parallel_drafting: bool = False
+
+    def __post_init__(self) -> None:
+        name = "num_speculative_tokens"
+        check_count(name, self.num_speculative_tokens, lowest=0, optional=True)
+        check_flags({"parallel_drafting": self.parallel_drafting})
 
 
 @dataclass(frozen=True, kw_only=True)

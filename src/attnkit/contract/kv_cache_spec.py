@@ -71,11 +71,6 @@ class KVCacheLayout(Enum):
         """A block of one layer is one dense page."""
         return self.value[2:] in ((2, 3, 4), (3, 2, 4))
 
-    @property
-    def is_block_outermost(self) -> bool:
-        """A block of all layers is one dense region."""
-        return self.value[0] == 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
@@ -83,12 +78,10 @@ class KVCacheSpec:
 
     Attributes:
         block_size: tokens in a block.
-        dcp_sharded: blocks are spread over decode-context-parallel ranks.
         block_stride_alignment: distance between blocks is a multiple of this many tokens' bytes.
     """
 
     block_size: int
-    dcp_sharded: bool = False
     block_stride_alignment: MultipleOf | None = None
 
     def __post_init__(self) -> None:
@@ -96,7 +89,7 @@ class KVCacheSpec:
 
     @property
     def kind(self) -> str:
-        """The key of this kind of cache in per-kind settings."""
+        """What errors call this kind of cache."""
         return "unknown"
 
     @property
@@ -112,10 +105,6 @@ class KVCacheSpec:
             max_in_flight_tokens: most tokens scheduled but not yet settled in one step.
         """
         return math.ceil(max_model_len / self.block_size)
-
-    def max_memory_usage_bytes(self, max_model_len: int, max_in_flight_tokens: int) -> int:
-        """Bytes one request can hold at once in one layer."""
-        return self.max_num_blocks(max_model_len, max_in_flight_tokens) * self.page_size_bytes
 
     def copy_with_new_block_size(self, block_size: int) -> KVCacheSpec:
         """The same spec for blocks of another size."""
@@ -147,24 +136,23 @@ class AttentionSpec(KVCacheSpec):
     num_head_slots: int | None = None
     state_content_bytes: int | None = None
     tokens_per_state: int = 1
-    dcp_sharded: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.head_size_v is None:
             object.__setattr__(self, "head_size_v", self.head_size)
-        for name, least in (("num_kv_heads", 1), ("head_size", 1), ("head_size_v", 0)):
-            if getattr(self, name) < least:
-                raise ConfigurationError(
-                    f"{name} {getattr(self, name)} is not allowed; give at least {least}"
-                )
+        for name in ("num_kv_heads", "head_size", "tokens_per_state"):
+            check_count(name, getattr(self, name))
+        check_count("head_size_v", self.head_size_v, lowest=0)
+        for name in ("page_size_padded", "num_head_slots", "state_content_bytes"):
+            check_count(name, getattr(self, name), optional=True)
         check_dtype(self.dtype)
         _check_padding(self.page_size_padded, self.unpadded_page_size_bytes)
 
     @property
     def num_states(self) -> int:
         """Cached states in a block: block_size unless several tokens share one."""
-        return self.block_size // self.tokens_per_state if self.tokens_per_state > 0 else 1
+        return self.block_size // self.tokens_per_state
 
     @property
     def content_bytes(self) -> int:
@@ -196,16 +184,7 @@ class AttentionSpec(KVCacheSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class FullAttentionSpec(AttentionSpec):
-    """Every token stays visible to all later ones.
-
-    `sliding_window` or `attention_chunk_size` is set where a windowed layer is kept as a full one
-    (the mask still holds; only the freeing of pages is given up). `non_causal`: queries
-    may see later tokens too.
-    """
-
-    sliding_window: int | None = None
-    attention_chunk_size: int | None = None
-    non_causal: bool = False
+    """Every token stays: later ones may see all of them, or a window whose pages are not freed."""
 
     @property
     def kind(self) -> str:
@@ -324,50 +303,6 @@ class CrossAttentionSpec(AttentionSpec):
 
     def max_num_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         return math.ceil(self.max_encoder_tokens / self.block_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MambaSpec(KVCacheSpec):
-    """The recurrent state of an SSM layer: one block holds one whole state.
-
-    Attributes:
-        shapes: of the state's tensors (convolution, recurrence, ...).
-        dtypes: of the same.
-        mamba_type: which mixer the state belongs to.
-        num_speculative_blocks: further states kept per request for drafts.
-        page_size_padded: bytes of a block including padding; None: no padding.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-    mamba_type: str = "mamba2"
-    num_speculative_blocks: int = 0
-    page_size_padded: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.shapes) != len(self.dtypes):
-            raise ConfigurationError(
-                f"{len(self.shapes)} shapes and {len(self.dtypes)} dtypes were given; "
-                "give one dtype per state tensor"
-            )
-        _check_padding(self.page_size_padded, self.unpadded_page_size_bytes)
-
-    @property
-    def kind(self) -> str:
-        return "mamba"
-
-    @property
-    def unpadded_page_size_bytes(self) -> int:
-        """Bytes of a block without padding."""
-        return sum(math.prod(s) * d.itemsize for s, d in zip(self.shapes, self.dtypes, strict=True))
-
-    @property
-    def page_size_bytes(self) -> int:
-        return self.page_size_padded or self.unpadded_page_size_bytes
-
-    def max_num_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
-        return 1 + self.num_speculative_blocks
 
 
 def _check_padding(padded: int | None, dense: int) -> None:

@@ -90,7 +90,7 @@ class CommonAttentionMetadata:
     num_logits_indices: int | None = None
     """How many of `logits_indices_padded` are real."""
     max_logits_per_req: int | None = None
-    """Most wanted tokens of one request: the query length fast prefill plans for."""
+    """Most wanted tokens of one request: fast prefill refuses a request with more. None: it counts."""
 
     encoder_seq_lens: torch.Tensor | None = None
     """int32 (R,): encoder tokens per request, for cross attention."""

@@ -61,12 +61,11 @@ class AttentionVariant:
         attn_type: str = AttentionType.DECODER,
         sinks: torch.Tensor | None = None,
         use_alibi_sqrt: bool = False,
-        device: torch.device | str | None = None,
     ) -> AttentionVariant:
         """Check and normalise an impl's constructor arguments.
 
-        `logits_soft_cap` 0 means off, as in the seeds. Slopes and sinks become float32 tensors on
-        `device` (default: where they are, lists on the CPU).
+        `logits_soft_cap` 0 means off, as in the seeds. Slopes and sinks become float32 tensors
+        where they are, lists on the CPU.
 
         Raises:
             ConfigurationError: a value is outside what its attribute allows.
@@ -102,9 +101,9 @@ class AttentionVariant:
             scale=float(scale),
             sliding_window=None if sliding_window is None else min(sliding_window, _LONGEST),
             logits_soft_cap=float(logits_soft_cap) if logits_soft_cap else None,
-            alibi_slopes=_per_head("alibi_slopes", alibi_slopes, num_heads, device, lowest=False),
+            alibi_slopes=_per_head("alibi_slopes", alibi_slopes, num_heads, lowest=False),
             use_alibi_sqrt=use_alibi_sqrt,
-            sinks=_per_head("sinks", sinks, num_heads, device, lowest=True),
+            sinks=_per_head("sinks", sinks, num_heads, lowest=True),
             attn_type=kind,
         )
 
@@ -129,14 +128,14 @@ def _per_head(
     name: str,
     values: Sequence[float] | torch.Tensor | None,
     num_heads: int,
-    device: torch.device | str | None,
+    *,
     lowest: bool,
 ) -> torch.Tensor | None:
     """`values` as float32 (num_heads,). `lowest`: -inf is allowed (a sink that adds nothing)."""
     if values is None:
         return None
     try:
-        tensor = torch.as_tensor(values, device=device).detach().to(torch.float32).contiguous()
+        tensor = torch.as_tensor(values).detach().to(torch.float32).contiguous()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
             f"{name} {values!r} is not allowed; give {num_heads} numbers, one per head"

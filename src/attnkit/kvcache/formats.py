@@ -59,11 +59,11 @@ class ContentLayout:
     """Where the parts of one token and head begin, in bytes from the content's first byte.
 
     Attributes:
-        k_codes, k_scales, v_codes, v_scales: first bytes; scales that are not there have no bytes.
+        k_scales, v_codes, v_scales: first bytes; scales that are not there have no bytes. K's codes lie
+            before them all.
         num_bytes: of all of it.
     """
 
-    k_codes: int
     k_scales: int
     v_codes: int
     v_scales: int
@@ -126,13 +126,12 @@ class CacheFormat:
                     'the bytes of "auto" are the model\'s own; name float16, bfloat16 or float32'
                 )
             k, v = head_size * self.dtype.itemsize, head_size_v * self.dtype.itemsize
-            return ContentLayout(k_codes=0, k_scales=k, v_codes=k, v_scales=k + v, num_bytes=k + v)
+            return ContentLayout(k_scales=k, v_codes=k, v_scales=k + v, num_bytes=k + v)
         assert self.value_codec is not None
         k_codes, k_scale = self.codec.code_bytes(head_size), self.codec.scale_bytes(head_size)
         v_codes = self.value_codec.code_bytes(head_size_v)
         v_scales = k_codes + k_scale + v_codes
         return ContentLayout(
-            k_codes=0,
             k_scales=k_codes + v_codes if self.scales_last else k_codes,
             v_codes=k_codes if self.scales_last else k_codes + k_scale,
             v_scales=v_scales,

@@ -8,7 +8,7 @@ serves them all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from attnkit.contract import (
@@ -80,13 +80,11 @@ class KVCachePlan:
     Attributes:
         groups: in the order in which their first layers came; empty where no layer keeps anything.
         storages: per piece of memory, the layers that lie over it: `overlays` of `PagedKVCache`.
-            Companions lie alone.
-        page_bytes: bytes of one block of one layer, the same for all but companions.
+            Companions lie alone, and so do layers whose backends shape their own caches.
     """
 
     groups: tuple[KVCacheGroup, ...]
     storages: tuple[tuple[str, ...], ...]
-    page_bytes: int
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
@@ -123,14 +121,11 @@ class KVCachePlan:
         """Most blocks one request holds at once, over all groups; arguments as `KVCacheSpec`'s."""
         return sum(g.spec.max_num_blocks(max_model_len, max_in_flight_tokens) for g in self.groups)
 
-    def max_bytes_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
-        """Bytes of those blocks; a block counts whole, also in a group with fewer layers."""
-        return self.max_blocks_per_request(max_model_len, max_in_flight_tokens) * self.block_bytes
-
 
 def plan_kv_cache(
     specs: Mapping[str, KVCacheSpec],
     companions: Mapping[str, tuple[str, KVCacheSpec]] | None = None,
+    alone: Collection[str] = (),
 ) -> KVCachePlan:
     """Group the layers of a model.
 
@@ -141,6 +136,7 @@ def plan_kv_cache(
         specs: layer name -> spec, in the model's order.
         companions: layer name -> name and spec of what is kept beside it, of the same tokens; the pages
             of both need not be equal. None: nothing.
+        alone: layers whose backends shape their own caches, which `PagedKVCache` overlays with nothing.
 
     Raises:
         ConfigurationError: pages of different kinds cannot be made equal.
@@ -150,18 +146,18 @@ def plan_kv_cache(
     for name, spec in _unify_pages(kept).items():
         kinds.setdefault(spec, []).append(name)
     if not kinds:
-        return KVCachePlan(groups=(), storages=(), page_bytes=0)
+        return KVCachePlan(groups=(), storages=())
     size = _group_size([len(names) for names in kinds.values()])
     groups = tuple(
         _group(spec, tuple(names[i : i + size]), companions or {})
         for spec, names in kinds.items()
         for i in range(0, len(names), size)
     )
-    storages = tuple(
-        tuple(g.layer_names[j] for g in groups if j < len(g.layer_names)) for j in range(size)
-    )
-    storages += tuple((name,) for group in groups for name, _ in group.companions)
-    return KVCachePlan(groups=groups, storages=storages, page_bytes=groups[0].spec.page_size_bytes)
+    over = [[g.layer_names[j] for g in groups if j < len(g.layer_names)] for j in range(size)]
+    over = [[name for name in names if name not in alone] for names in over]
+    over += [[name] for name in kept if name in alone]
+    over += [[name] for group in groups for name, _ in group.companions]
+    return KVCachePlan(groups=groups, storages=tuple(tuple(names) for names in over if names))
 
 
 def _group(

@@ -1,6 +1,7 @@
 """PagedKVCache: the memory behind block ids.
 
-In: one spec per layer (from `Attention.get_kv_cache_spec`), a number of blocks or a byte budget.
+In: one spec per layer (from `Attention.get_kv_cache_spec`) and a number of blocks, which
+`KVCachePlan.num_blocks` makes of a byte budget.
 Out: `cache[layer_name]`, a tensor of logical shape (num_blocks, num_kv_heads, block_size,
 head_size + head_size_v). Which request owns which block is somebody else's business (`blocks`).
 """
@@ -18,7 +19,6 @@ from attnkit.contract import (
     AttentionSpec,
     DeviceCapability,
     KVCacheLayout,
-    KVCacheSpec,
     get_kv_quant_mode,
     kv_cache_torch_dtype,
 )
@@ -108,50 +108,6 @@ class PagedKVCache:
         if poison:
             for tensor in self._tensors.values():
                 tensor.copy_(_nan_like(tensor).expand(tensor.shape))
-
-    @classmethod
-    def from_bytes(
-        cls,
-        specs: Mapping[str, AttentionSpec],
-        num_bytes: int,
-        *,
-        device: torch.device | str = "cpu",
-        layout: KVCacheLayout = KVCacheLayout.LBHNC,
-        kernel_block_size: int | None = None,
-        overlays: Sequence[Sequence[str]] | None = None,
-        backends: Mapping[str, type[AttentionBackend]] | None = None,
-        kv_cache_dtype: str = "auto",
-        poison: bool = False,
-    ) -> PagedKVCache:
-        """As many blocks as fit into `num_bytes`; arguments as in the constructor.
-
-        Layers in `backends` are counted as having memory of their own, which they may need.
-
-        Raises:
-            CacheError: the budget holds fewer than 2 blocks.
-        """
-        if not is_count(num_bytes):
-            raise CacheError(f"num_bytes {num_bytes!r} is not allowed; give a whole number")
-        _check_kinds(specs, overlays, backends)
-        alone = backends or {}
-        per_block = block_bytes(specs, [[n for n in o if n not in alone] for o in overlays or ()])
-        num_blocks = num_bytes // per_block
-        if num_blocks < 2:
-            raise CacheError(
-                f"{num_bytes} bytes hold {num_blocks} blocks of {per_block} bytes (all layers); "
-                f"give at least {2 * per_block}: one page beside the null block"
-            )
-        return cls(
-            specs,
-            num_blocks,
-            device=device,
-            layout=layout,
-            kernel_block_size=kernel_block_size,
-            overlays=overlays,
-            backends=backends,
-            kv_cache_dtype=kv_cache_dtype,
-            poison=poison,
-        )
 
     def __getitem__(self, layer_name: str) -> torch.Tensor:
         """The cache of a layer.
@@ -302,7 +258,7 @@ class PagedKVCache:
 def _check_kinds(specs: object, overlays: object, backends: object) -> None:
     """Mappings and lists of what they should hold."""
     if not isinstance(specs, Mapping) or not all(
-        isinstance(spec, KVCacheSpec) for spec in specs.values()
+        isinstance(spec, AttentionSpec) for spec in specs.values()
     ):
         raise CacheError(
             f"specs is {specs!r}; give {{layer name: layer.get_kv_cache_spec()}} of layers that "
@@ -336,14 +292,6 @@ def _check_format(kv_cache_dtype: str, specs: Mapping[str, AttentionSpec]) -> No
                 f"{spec.dtype} ({spec.kv_quant_mode.name}); make the layer with kv_cache_dtype="
                 f"{kv_cache_dtype!r} and take its get_kv_cache_spec()"
             )
-
-
-def block_bytes(
-    specs: Mapping[str, AttentionSpec], overlays: Sequence[Sequence[str]] | None = None
-) -> int:
-    """Bytes of one block over all layers; layers that overlay each other count once."""
-    shared = _storages(list(specs), overlays, specs)
-    return sum(specs[members[0]].page_size_bytes for members in shared)
 
 
 def _storages(

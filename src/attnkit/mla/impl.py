@@ -11,8 +11,9 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from attnkit.arguments import check_attribute
-from attnkit.contract import AttentionBackend, MLAAttentionImpl, SparseIndexer
+from attnkit.arguments import check_attribute, check_number
+from attnkit.contract import AttentionBackend, AttentionType, MLAAttentionImpl, SparseIndexer
+from attnkit.errors import ConfigurationError, UnsupportedConfiguration
 from attnkit.mla.layer import LatentLayer
 from attnkit.mla.plan import MLAMetadata
 from attnkit.mla.prefill import attend_prefill
@@ -65,7 +66,15 @@ class LatentImpl(MLAAttentionImpl[M]):
         indexer: object | None = None,
         q_pad_num_heads: int | None = None,
     ) -> None:
+        """Check and keep the layer's facts.
+
+        Raises:
+            ConfigurationError: a value is not allowed, or sizes contradict each other.
+            UnsupportedConfiguration: the backend says no to the sizes; or something is asked for that
+                attention over latents here does not do.
+        """
         check_attribute("indexer", indexer, "topk_indices_buffer", optional=True)
+        check_number("logits_soft_cap", logits_soft_cap, optional=True)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.indexer: SparseIndexer | None = indexer  # type: ignore[assignment]
         self.layer = LatentLayer.from_impl_args(
@@ -79,6 +88,35 @@ class LatentImpl(MLAAttentionImpl[M]):
             v_head_dim=v_head_dim,
             kv_b_proj=kv_b_proj,
         )
+        for name, size, parts in (
+            ("head_size", head_size, ("kv_lora_rank", kv_lora_rank)),
+            ("qk_head_dim", qk_head_dim, ("qk_nope_head_dim", qk_nope_head_dim)),
+        ):
+            if size != parts[1] + qk_rope_head_dim:
+                raise ConfigurationError(
+                    f"{name} {size!r} is not allowed beside {parts[0]} {parts[1]} and qk_rope_head_dim "
+                    f"{qk_rope_head_dim}; give their sum"
+                )
+        asked = {
+            f"num_kv_heads {num_kv_heads}": num_kv_heads != 1,
+            "alibi_slopes": alibi_slopes is not None,
+            "sliding_window": sliding_window is not None,
+            "logits_soft_cap": bool(logits_soft_cap),
+            f"attn_type {attn_type}": attn_type != AttentionType.DECODER,
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name is not None,
+            "an indexer": indexer is not None and not self.is_sparse,
+            "q_pad_num_heads": q_pad_num_heads is not None,
+        }
+        reasons = tuple(
+            f"{what} is asked for, which this impl does not do"
+            for what, is_so in asked.items()
+            if is_so
+        )
+        if reasons:
+            raise UnsupportedConfiguration(
+                f"{type(self).__name__}: {'; '.join(reasons)}; leave it out, or use another impl",
+                reasons,
+            )
         self.prefill_backend = self.own_prefill()(num_heads, scale, self.layer.dimensions)
         self.prepare_layer()
 

@@ -48,7 +48,7 @@ class MLAPrefillBackend(ABC):
         ...
 
     @classmethod
-    def is_available(cls) -> str | None:
+    def unavailable_reason(cls) -> str | None:
         """Why it cannot run on this machine; None if it can."""
         return None
 
@@ -83,7 +83,7 @@ class MLAPrefillBackend(ABC):
             here: it must also be able to run on this machine.
         """
         reasons = []
-        if here and (absent := cls.is_available()) is not None:
+        if here and (absent := cls.unavailable_reason()) is not None:
             reasons.append(absent)
         if device_capability and not cls.supports_compute_capability(device_capability):
             reasons.append(f"device {device_capability} is not supported")
@@ -150,8 +150,8 @@ class DensePrefill(MLAPrefillBackend):
         self._variant = AttentionVariant.from_impl_args(num_heads=num_heads, scale=scale)
 
     @classmethod
-    def is_available(cls) -> str | None:
-        return cls.dense_backend.is_available()
+    def unavailable_reason(cls) -> str | None:
+        return cls.dense_backend.unavailable_reason()
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:

@@ -212,6 +212,12 @@ class Engine:
                     f"request {number}: token id {largest} is not of the model, which has "
                     f"{vocab_size}; give ids from 0 to {vocab_size - 1}"
                 )
+            for token_id in params.stop_token_ids:
+                if token_id >= vocab_size:
+                    raise RequestError(
+                        f"request {number}: stop_token_ids has {token_id}, and the model's tokens end "
+                        f"at {vocab_size - 1}, so it would never stop there; give ids up to that"
+                    )
             if params.stop and self._tokenizer is None:
                 raise RequestError(
                     f"request {number}: stop strings {list(params.stop)} need a tokenizer, and the "

@@ -1,7 +1,8 @@
 """LLM: text in, text out. The front of the runner.
 
 In: a model's name and prompts. Out: `RequestOutput`s in the prompts' order, or a stream of
-increments. What runs is decided here once: device, dtype, backend, pages; the steps are `engine`'s.
+increments. What runs is decided here once: device, dtype, backend, pages; the steps are `engine`'s, and
+`runs` sees requests through them.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from attnkit.arguments import check_attribute, check_kind
 from attnkit.contract import AttentionBackend
-from attnkit.errors import CacheError, ConfigurationError, ModelError, RequestError
+from attnkit.errors import CacheError, ConfigurationError, ModelError
 from attnkit.garbage import collection_paused
 from attnkit.indexer import check_index_format
 from attnkit.kvcache.transfer import KVConnector, PrefixContents, check_fits
@@ -28,7 +29,6 @@ from attnkit.runner.engine import Engine, EngineStats
 from attnkit.runner.entry import Entry
 from attnkit.runner.fingerprint import model_fingerprint
 from attnkit.runner.graphs import capture_sizes, choose_recorder
-from attnkit.runner.interrupt import Interrupted, interrupts_after
 from attnkit.runner.linear import pack_linears
 from attnkit.runner.loading import (
     check_dtype_name,
@@ -48,13 +48,12 @@ from attnkit.runner.prompts import (
     as_prompts,
     read_token_ids,
 )
+from attnkit.runner.runs import Progress, add_all, check_progress, iterate, run
 from attnkit.runner.sampling_params import SamplingParams, params_for
 from attnkit.runner.scheduler import check_budget
 from attnkit.runner.sound import reads_sound
 from attnkit.runner.two_sides import decoder_start
 from attnkit.runner.weights import check_weights, quantize_linears
-
-Progress: TypeAlias = Callable[[int, int, int], None]
 
 
 class LLM:
@@ -299,11 +298,11 @@ class LLM:
             RequestError: a prompt or its parameters are not allowed, by its index; nothing has run.
             Interrupted: Ctrl-C; a KeyboardInterrupt that has the unfinished outputs.
         """
-        _check_progress(progress)
+        check_progress(progress)
         many = as_prompts(prompts)
         params = params_for(sampling_params, len(many))
         encoded = [self._prompts.read(index, prompt) for index, prompt in enumerate(many)]
-        return self._run(self._add_all(encoded, params), progress)
+        return run(self.engine, add_all(self.engine, encoded, params), progress)
 
     def chat(
         self,
@@ -321,12 +320,12 @@ class LLM:
             ModelError: the model has no chat template.
             RequestError: these are no conversations, or the template refuses them, or as `generate`.
         """
-        _check_progress(progress)
+        check_progress(progress)
         many = as_conversations(messages)
         params = params_for(sampling_params, len(many))
         texts = [self.encode_chat(conversation) for conversation in many]
         encoded = [EnginePrompt(text=text, token_ids=ids) for text, ids in texts]
-        return self._run(self._add_all(encoded, params), progress)
+        return run(self.engine, add_all(self.engine, encoded, params), progress)
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
         """A conversation as the prompt text that its answer continues, and its token ids.
@@ -358,8 +357,7 @@ class LLM:
             RequestError: the prompt or its parameters are not allowed.
             Interrupted: Ctrl-C, with what there was.
         """
-        (entry,) = self._add_all([self._prompts.read(0, prompt)], params_for(sampling_params, 1))
-        return self._iterate(entry)
+        return iterate(self.engine, self._add(prompt, sampling_params))
 
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -373,7 +371,7 @@ class LLM:
         """
         import asyncio
 
-        (entry,) = self._add_all([self._prompts.read(0, prompt)], params_for(sampling_params, 1))
+        entry = self._add(prompt, sampling_params)
         if self._executor is None:
             # One thread: steps come one after another anyway, and torch keeps a pool per thread.
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="attnkit")
@@ -448,64 +446,7 @@ class LLM:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
 
-    def _iterate(self, entry: Entry) -> Iterator[StreamOutput]:
-        try:
-            while True:
-                with interrupts_after():
-                    piece = self.engine.advance(entry)
-                yield piece
-                if piece.finish_reason is not None:
-                    return
-        except KeyboardInterrupt:
-            self.engine.abort([entry])
-            raise Interrupted([entry.output()]) from None
-        finally:
-            self.engine.abort([entry])
-
-    def _add_all(
-        self,
-        prompts: Sequence[EnginePrompt],
-        params: Sequence[SamplingParams],
-    ) -> list[Entry]:
-        """All or none: the first that is refused takes the others out again before anything runs."""
-        entries: list[Entry] = []
-        for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                entries.append(
-                    self.engine.add(
-                        prompt.token_ids,
-                        param,
-                        prompt.text,
-                        prompt.encoder_token_ids,
-                        token_type_ids=prompt.token_type_ids,
-                        pixel_values=prompt.pixel_values,
-                        input_features=prompt.input_features,
-                    )
-                )
-            except RequestError as error:
-                self.engine.abort(entries)
-                raise RequestError(f"prompt {index}: {error}") from error
-        return entries
-
-    def _run(self, entries: list[Entry], progress: Progress | None) -> list[RequestOutput]:
-        try:
-            unfinished = list(entries)
-            while unfinished:
-                with interrupts_after():
-                    self.engine.step()
-                unfinished = [e for e in unfinished if not e.request.is_finished]
-                if progress is not None:
-                    num_tokens = sum(e.request.num_output_tokens for e in entries)
-                    progress(len(entries) - len(unfinished), len(entries), num_tokens)
-        except KeyboardInterrupt:
-            self.engine.abort(entries)
-            raise Interrupted([e.output() for e in entries]) from None
-        except BaseException:
-            self.engine.abort(entries)
-            raise
-        return [entry.output() for entry in entries]
-
-
-def _check_progress(progress: object) -> None:
-    wanted = "a function of three numbers"
-    check_kind("progress", progress, Callable, wanted, optional=True)  # type: ignore[arg-type]
+    def _add(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Entry:
+        params = params_for(sampling_params, 1)
+        (entry,) = add_all(self.engine, [self._prompts.read(0, prompt)], params)
+        return entry

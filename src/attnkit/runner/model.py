@@ -31,6 +31,7 @@ from attnkit.contract import (
 from attnkit.errors import ConfigurationError, ModelError
 from attnkit.kvcache.groups import plan_kv_cache
 from attnkit.kvcache.pool import PagedKVCache
+from attnkit.paged_layer import logical_page
 from attnkit.runner import hook, two_sides
 from attnkit.runner.checkpoint import resolve_checkpoint
 from attnkit.runner.discovery import LayerFacts
@@ -213,7 +214,8 @@ class PackedModel:
             name: (indexer.layer_name, indexer.get_kv_cache_spec(wanted))
             for name, indexer in indexers_of(layers).items()
         }
-        self.kv_plan = plan_kv_cache(specs, beside)
+        own_shape = [n for n, la in layers.items() if logical_page(la.backend, specs[n]) is None]
+        self.kv_plan = plan_kv_cache(specs, beside, alone=own_shape)
         self.blocks_per_block = blocks_per_block(self.kv_plan, layers)
         config = replace(config, cache_config=CacheConfig(block_size=wanted))
         sizes = {n: s.block_size // self.blocks_per_block for n, s in self.kv_plan.specs.items()}

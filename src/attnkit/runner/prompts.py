@@ -132,7 +132,7 @@ class PromptReader:
         if isinstance(prompt, Mapping):
             _check_keys(where, prompt, "encoder_prompt", ("decoder_prompt",), _TWO_TEXTS)
             start = self._read_start(where, prompt)
-            prompt = prompt["encoder_prompt"]
+            where, prompt = f"{where}: encoder_prompt", prompt["encoder_prompt"]
         text, ids = self._read_one(where, prompt)
         return EnginePrompt(text=text, token_ids=list(start), encoder_token_ids=ids)
 
@@ -140,6 +140,8 @@ class PromptReader:
         if not isinstance(prompt, Mapping):
             raise RequestError(f"{where} is {type(prompt).__name__}; {_SOUND}")
         _check_keys(where, prompt, "input_features", ("decoder_prompt",), _SOUND)
+        if prompt["input_features"] is None:
+            raise RequestError(f"{where}: input_features is None; {_SOUND}")
         return EnginePrompt(
             text=None,
             token_ids=self._read_start(where, prompt),
@@ -148,7 +150,7 @@ class PromptReader:
 
     def _read_start(self, where: str, prompt: Mapping[str, Any]) -> list[int]:
         """How the answer begins: as the model says, and with a text behind that; or as token ids say."""
-        given = prompt.get("decoder_prompt")
+        where, given = f"{where}: decoder_prompt", prompt.get("decoder_prompt")
         assert self._decoder_start is not None
         if isinstance(given, str):
             check_encodable(where, given)

@@ -98,16 +98,6 @@ class Scheduler:
         """Some request has not finished."""
         return bool(self._requests)
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests without blocks, preempted ones included."""
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Requests with blocks."""
-        return len(self._running)
-
     def add(self, request: Request) -> None:
         """Take a request.
 

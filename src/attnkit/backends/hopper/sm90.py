@@ -33,7 +33,7 @@ class Sm90Backend(AttentionBackend):
         return [MultipleOf(PAGE_MULTIPLE)]
 
     @classmethod
-    def is_available(cls) -> str | None:
+    def unavailable_reason(cls) -> str | None:
         try:
             version = importlib.metadata.version("triton")
         except importlib.metadata.PackageNotFoundError:

@@ -38,7 +38,7 @@ class TritonBackend(DenseBackend):
         return TritonMetadata
 
     @classmethod
-    def is_available(cls) -> str | None:
+    def unavailable_reason(cls) -> str | None:
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
         if not torch.cuda.is_available() and not is_interpreting():

@@ -26,7 +26,7 @@ class TritonIndexKernels:
 
     @staticmethod
     def refusal(num_heads: int, head_size: int, device: torch.device) -> str | None:
-        absent = TritonBackend.is_available()
+        absent = TritonBackend.unavailable_reason()
         if absent is not None:
             return absent
         if not TritonBackend.supports_compute_capability(DeviceCapability.of(device)):

@@ -118,8 +118,8 @@ class TritonMLABackend(AttentionBackend):
         return True
 
     @classmethod
-    def is_available(cls) -> str | None:
-        return TritonBackend.is_available()
+    def unavailable_reason(cls) -> str | None:
+        return TritonBackend.unavailable_reason()
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:

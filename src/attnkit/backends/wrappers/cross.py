@@ -104,7 +104,7 @@ def as_decoder(spec: KVCacheSpec) -> FullAttentionSpec:
     """The spec of a decoder layer whose pages are those of `spec`."""
     assert isinstance(spec, AttentionSpec), spec
     facts = {f.name: getattr(spec, f.name) for f in fields(AttentionSpec)}
-    return FullAttentionSpec(non_causal=True, **facts)
+    return FullAttentionSpec(**facts)
 
 
 def encoder_side(batch: CommonAttentionMetadata, block_size: int) -> CommonAttentionMetadata:

@@ -84,8 +84,8 @@ def wanted_tokens(batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
     Requests of which nothing is wanted have no tokens in it. Nothing is written: all slots are -1.
 
     Raises:
-        BatchError: it is not said how many tokens are wanted, they are not in order, or some request's
-            are not its last ones, whose positions a plan takes for granted.
+        BatchError: it is not said how many tokens are wanted, they are not in order, some request's are
+            not its last ones, whose positions a plan takes for granted, or are more than was said.
     """
     indices, num_wanted = batch.logits_indices_padded, batch.num_logits_indices
     assert indices is not None
@@ -112,6 +112,12 @@ def wanted_tokens(batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
             f"logits_indices_padded begins with {wanted[:8].tolist()}, which are not the last tokens of "
             f"their requests in order (these end at {ends[:8].tolist()}); fast prefill does no others"
         )
+    longest, most = int(counts.max(initial=0)), batch.max_logits_per_req
+    if most is not None and most < longest:
+        raise BatchError(
+            f"max_logits_per_req is {most}, and logits_indices_padded has {longest} tokens of one "
+            f"request; say {longest} or more, or None"
+        )
     device = batch.query_start_loc.device
     host_starts = torch.from_numpy(offsets.astype(np.int32))
     slots = torch.full((indices.shape[0],), -1, dtype=torch.int64, device=device)
@@ -120,7 +126,7 @@ def wanted_tokens(batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
         query_start_loc=host_starts.to(device, non_blocking=True),
         query_start_loc_cpu=host_starts,
         num_actual_tokens=num_wanted,
-        max_query_len=int(counts.max(initial=0)),
+        max_query_len=longest,
         slot_mapping=slots,
         positions=None if positions is None else positions[..., indices.long()],
         logits_indices_padded=None,

@@ -105,8 +105,8 @@ class HybridBackend(AttentionBackend):
         return cls.builder_cls
 
     @classmethod
-    def is_available(cls) -> str | None:
-        return next((absent for b in cls.backends if (absent := b.is_available())), None)
+    def unavailable_reason(cls) -> str | None:
+        return next((absent for b in cls.backends if (absent := b.unavailable_reason())), None)
 
     @classmethod
     def estimate_cost(cls, request: Any) -> float:

@@ -227,7 +227,12 @@ class ForeignImpl(AttentionImpl[ForeignPlan]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write, then attend; a profiling run, which has no plan, gets zeros."""
+        """Write, then attend; a profiling run, which has no plan, gets zeros.
+
+        Raises:
+            UnsupportedConfiguration: a quantised output is asked for.
+        """
+        self.refuse_output_scales(output_scale, output_block_scale)
         if attn_metadata is None:
             return output.zero_()
         builder, plan = attn_metadata.of(self.num_heads, kv_cache.shape[0])

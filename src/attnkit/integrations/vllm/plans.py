@@ -110,7 +110,7 @@ def our_spec(spec: Any) -> AttentionSpec:
     }
     kind = type(spec).__name__
     if kind == "FullAttentionSpec":
-        return FullAttentionSpec(sliding_window=spec.sliding_window, **facts)
+        return FullAttentionSpec(**facts)
     if kind == "SlidingWindowSpec":
         return SlidingWindowSpec(sliding_window=spec.sliding_window, **facts)
     if kind == "EncoderOnlyAttentionSpec":
