@@ -20,6 +20,7 @@ from attnkit.contract import (
     KVCacheLayout,
     KVCacheSpec,
     KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     get_kv_quant_mode,
@@ -159,6 +160,19 @@ def test_what_the_other_kinds_hold() -> None:
     assert EncoderOnlyAttentionSpec(**FACTS).max_num_blocks(1000, 100) == 0
     cross = CrossAttentionSpec(**FACTS, max_encoder_tokens=33)
     assert cross.max_num_blocks(5, 1) == cross.max_num_blocks(5000, 1) == 3
+
+
+def test_a_recurrent_state_is_one_block() -> None:
+    shapes, dtypes = ((4, 3), (2, 2, 2)), (torch.bfloat16, torch.float32)
+    spec = MambaSpec(block_size=512, shapes=shapes, dtypes=dtypes, num_speculative_blocks=3)
+    assert spec.page_size_bytes == 4 * 3 * 2 + 8 * 4
+    assert spec.max_num_blocks(100_000, 512) == 4
+    assert replace(spec, page_size_padded=64).page_size_bytes == 64
+    assert spec.kind == "mamba"
+    with pytest.raises(ConfigurationError, match="page_size_padded 55 is below the 56"):
+        replace(spec, page_size_padded=55)
+    with pytest.raises(ConfigurationError, match="2 shapes and 1 dtypes"):
+        MambaSpec(block_size=512, shapes=shapes, dtypes=dtypes[:1])
 
 
 def test_equal_facts_make_equal_specs() -> None:

@@ -15,6 +15,7 @@ from attnkit.contract import (
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
     SlidingWindowSpec,
@@ -150,6 +151,15 @@ def test_kinds_without_block_tables_are_named():
     other = AttentionSpec(block_size=16, **SHAPE)
     with pytest.raises(ConfigurationError, match=r"unknown layers \(x\)"):
         plan_kv_cache({"x": other}).retentions  # noqa: B018
+
+
+def test_states_of_two_mixers_are_two_groups():
+    facts = {"block_size": 16, "shapes": ((4, 8),), "dtypes": (torch.float32,)}
+    specs = {n: MambaSpec(mamba_type=n[0], **facts) for n in ("a0", "b0", "a1", "b1")}
+    plan = plan_kv_cache(specs)
+    assert [g.layer_names for g in plan.groups] == [("a0", "a1"), ("b0", "b1")]
+    with pytest.raises(ConfigurationError, match=r"mamba layers \(a0, a1\)"):
+        plan.retentions  # noqa: B018
 
 
 def test_pages_of_an_encoders_output_are_there_from_the_first_step_on():

@@ -305,6 +305,50 @@ class CrossAttentionSpec(AttentionSpec):
         return math.ceil(self.max_encoder_tokens / self.block_size)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MambaSpec(KVCacheSpec):
+    """The recurrent state of an SSM layer: one block holds one whole state.
+
+    Attributes:
+        shapes: of the state's tensors (convolution, recurrence, ...).
+        dtypes: of the same.
+        mamba_type: which mixer the state belongs to; layers of two are not one group.
+        num_speculative_blocks: further states kept per request for drafts.
+        page_size_padded: bytes of a block including padding; None: no padding.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    mamba_type: str = "mamba2"
+    num_speculative_blocks: int = 0
+    page_size_padded: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.shapes) != len(self.dtypes):
+            raise ConfigurationError(
+                f"{len(self.shapes)} shapes and {len(self.dtypes)} dtypes were given; "
+                "give one dtype per state tensor"
+            )
+        _check_padding(self.page_size_padded, self.unpadded_page_size_bytes)
+
+    @property
+    def kind(self) -> str:
+        return "mamba"
+
+    @property
+    def unpadded_page_size_bytes(self) -> int:
+        """Bytes of a block without padding."""
+        return sum(math.prod(s) * d.itemsize for s, d in zip(self.shapes, self.dtypes, strict=True))
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.page_size_padded or self.unpadded_page_size_bytes
+
+    def max_num_blocks(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        return 1 + self.num_speculative_blocks
+
+
 def _check_padding(padded: int | None, dense: int) -> None:
     if padded is not None and padded < dense:
         raise ConfigurationError(
