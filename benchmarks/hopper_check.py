@@ -85,8 +85,7 @@ class Batch:
             alibi_slopes=[0.5 / (h + 1) for h in range(heads)] if self.alibi else None,
             use_alibi_sqrt=self.alibi == 2,
             sinks=torch.linspace(-2, 3, heads) if self.sinks else None,
-            device=DEVICE,
-        )
+        ).to(DEVICE)
 
     @property
     def geometry(self) -> Geometry:

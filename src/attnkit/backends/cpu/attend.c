@@ -159,8 +159,9 @@ static void take_unit(const struct job *j, struct unit *u, int64_t req, int64_t 
   u->req = req;
   u->kv_head = kv_head;
   u->first_row = first_row;
-  u->score_scale = j->layer->scale * k_scale(j->codes, kv_head);
-  u->value_scale = v_scale(j->codes, kv_head);
+  const float unit = path == VECTORS && j->codes ? float8_unit(j->codes->kind) : 1.0f;
+  u->score_scale = j->layer->scale * unit * k_scale(j->codes, kv_head);
+  u->value_scale = v_scale(j->codes, kv_head) * unit;
   prepare_rows(j, u, path);
 }
 
@@ -355,7 +356,7 @@ int64_t attnkit_attend(const struct batch *batch, const struct layer *layer, con
                   .first_unit = offsets + n + 1,
                   .first_partial = offsets + 2 * n + 2};
   if (codes && codes->kind != INT8) j.widen = 1; /* integers are read as they are */
-  j.row_dtype = j.widen ? codes ? BF16 : F32 : codes ? I8 : kv_dtype;
+  j.row_dtype = j.widen ? codes ? decoded_dtype(codes->kind) : F32 : codes ? I8 : kv_dtype;
   if (v - k == k_bytes) j.fetch_bytes = k_bytes + v_bytes;
   else if (v == k) j.fetch_bytes = k_bytes > v_bytes ? k_bytes : v_bytes; /* latents: V in K */
   const int half = q_dtype == BF16 && (codes || kv_dtype == BF16);

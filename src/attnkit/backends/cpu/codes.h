@@ -3,7 +3,8 @@
  * that of `kvcache/codecs.py`, and every code read is the same number.
  *
  * Numbers are read as bfloat16, exactly: no code has more than eight significant bits, and the
- * product of a 4-bit code and its block's scale has six. */
+ * product of a 4-bit code and its block's scale has six. Blocks of vectors read float8 as float16, as
+ * exactly, where the processor makes float32 of that. */
 #ifndef ATTNKIT_CODES_H
 #define ATTNKIT_CODES_H
 
@@ -160,6 +161,56 @@ static inline void read_codes(const char *const *rows, int n, int64_t kind, int6
     }
   for (int r = 0; r < n; ++r)
     for (int64_t i = size; i < width; ++i) to[r * width + i] = 0;
+}
+
+/* What blocks of vectors read a float8 as. As a float16 it is a shift away, and a decode whose codes are
+ * cached takes half the time (AVX-512, no VBMI). */
+#if defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512VBMI__)
+#define FLOAT8_DTYPE F16
+#else
+#define FLOAT8_DTYPE BF16
+#endif
+
+/* One vector of `size` float8 as float16. E4M3 has a bias of 7 where float16 has 15, so that 1 stands for
+ * `float8_unit`; and of its codes NaN alone carries into the upper half of the exponent when 1 is added. */
+INLINE void read_halves(const char *row, const int kind, int64_t size, uint16_t *restrict to) {
+  const int8_t *restrict from = (const int8_t *)row;
+  int64_t i = 0;
+#if defined(__AVX512BW__)
+  const __m512i all = _mm512_set1_epi16((short)0xbfff), one = _mm512_set1_epi16(0x80);
+  const __m512i carry = _mm512_set1_epi16(0x4000);
+  for (; i + 32 <= size; i += 32) {
+    const __m512i codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(from + i)));
+    __m512i h = _mm512_slli_epi16(codes, 8);
+    if (kind == E4M3) {
+      h = _mm512_and_si512(_mm512_slli_epi16(codes, 7), all);
+      h = _mm512_ternarylogic_epi64(h, _mm512_add_epi16(h, one), carry, 0xf8); /* h | sum & carry */
+    }
+    _mm512_storeu_si512(to + i, h);
+  }
+#endif
+  for (; i < size; ++i) {
+    const uint16_t h = from[i] * 128 & 0xbfff;
+    to[i] = kind == E4M3 ? h | ((h + 0x80) & 0x4000) : from[i] * 256;
+  }
+}
+INLINE float float8_unit(int64_t kind) { return kind == E4M3 && FLOAT8_DTYPE == F16 ? 256.0f : 1.0f; }
+
+/* What blocks of vectors read codes as, once those that are not integers are decoded. */
+INLINE int decoded_dtype(int64_t kind) { return kind <= E5M2 ? FLOAT8_DTYPE : BF16; }
+
+/* `n` vectors of `size` codes as that, `width` numbers apart, zeros up to there. */
+static inline void decode_codes(const char *const *rows, int n, int64_t kind, int64_t size,
+                                int64_t width, uint16_t *to) {
+  if (decoded_dtype(kind) != F16) {
+    read_codes(rows, n, kind, size, width, to);
+    return;
+  }
+  for (int r = 0; r < n; ++r, to += width) {
+    if (kind == E4M3) read_halves(rows[r], E4M3, size, to);
+    else read_halves(rows[r], E5M2, size, to);
+    for (int64_t i = size; i < width; ++i) to[i] = 0;
+  }
 }
 
 /* ---- writing ---- */

@@ -154,10 +154,10 @@ static void load_scales(const char *const *rows, int from, int to, int64_t offse
   }
 }
 
-/* Copy rows of codes to bfloat16, padded likewise. */
+/* Copy rows of codes to their `decoded_dtype`, padded likewise. */
 static void decode_rows(const struct codes *c, const char **rows, int from, int to, int64_t size,
                         int64_t width, uint16_t *buffer) {
-  read_codes(rows + from, to - from, c->kind, size, width, buffer + from * width);
+  decode_codes(rows + from, to - from, c->kind, size, width, buffer + from * width);
   for (int t = from; t < to; ++t) rows[t] = (const char *)(buffer + t * width);
   for (int t = from - from % KEYS; t < from; ++t) rows[t] = rows[from];
   for (int t = to; t % KEYS; ++t) rows[t] = rows[to - 1];

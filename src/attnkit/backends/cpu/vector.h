@@ -241,6 +241,22 @@ INLINE vec load_bytes(const char *p) {
 #endif
 }
 
+/* LANES float16. */
+INLINE vec load_halves(const char *p) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+  vec_h h;
+  memcpy(&h, p, sizeof h);
+  const vec_u u = __builtin_convertvector(h, vec_u), magnitude = (u & 0x7fff) << 13;
+  const vec_u special = (vec_u)(magnitude >= 0x0f800000u);
+  const vec_u finite = (vec_u)((vec)magnitude * 0x1p112f);
+  return (vec)(((u & 0x8000) << 16) | (special & (magnitude | 0x7f800000u)) | (~special & finite));
+#endif
+}
+
 /* The low halves of lanes. */
 INLINE vec_h narrow(vec_u v) {
 #if defined(__AVX512F__)
@@ -265,16 +281,8 @@ INLINE void load_pair(const char *p, const int dtype, vec *a, vec *b) {
     *a = load_bytes(p);
     *b = load_bytes(p + LANES);
   } else {
-    for (int i = 0; i < 2; ++i) {
-      vec_h h;
-      memcpy(&h, p + i * sizeof h, sizeof h);
-      vec_u u = __builtin_convertvector(h, vec_u);
-      vec_u magnitude = (u & 0x7fff) << 13;
-      vec_u special = (vec_u)(magnitude >= 0x0f800000u);
-      vec_u finite = (vec_u)((vec)magnitude * 0x1p112f);
-      *(i ? b : a) =
-          (vec)(((u & 0x8000) << 16) | (special & (magnitude | 0x7f800000u)) | (~special & finite));
-    }
+    *a = load_halves(p);
+    *b = load_halves(p + LANES * 2);
   }
 }
 
