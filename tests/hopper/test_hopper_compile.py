@@ -98,6 +98,7 @@ def test_memory_that_is_freed_under_a_load_is_found() -> None:
         ({"warnings": ["(C7510) wgmma serialised"]}, "C7510"),
         ({"stale": ["HGMMA"]}, "stale"),
         ({"unread": ["LDSM"]}, "unread"),
+        ({"unset": ["%rs9"]}, "nothing sets: %rs9"),
     ],
 )
 def test_a_bad_build_is_complained_about(change: dict, words: str) -> None:
@@ -111,6 +112,7 @@ def test_a_bad_build_is_complained_about(change: dict, words: str) -> None:
         "warnings": [],
         "stale": [],
         "unread": [],
+        "unset": [],
     }
     assert not aot.complaints(report)
     (complaint,) = aot.complaints({**report, **change})
