@@ -195,6 +195,11 @@ def test_what_is_no_recording_is_refused(tmp_path):
     save(tmp_path / "bart")
     with pytest.raises(RequestError, match="has input_features; give encoder_prompt"):
         LLM(tmp_path / "bart", num_blocks=20).generate([{"input_features": torch.zeros(8, 20)}])
+    engine = LLM(tmp_path / "bart", num_blocks=20).engine
+    with pytest.raises(
+        RequestError, match=r"Whisper's models alone, which Bart.* is not; give text"
+    ):
+        engine.add([5], SamplingParams(), input_features=torch.zeros(8, 20))
 
 
 def test_what_does_not_fit_is_refused(tmp_path):

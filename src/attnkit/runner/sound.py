@@ -46,9 +46,14 @@ def read_sound(model: Any, input_features: Any) -> Sound:
         input_features: (num_mel_bins, num_frames), or (1, num_mel_bins, num_frames).
 
     Raises:
-        RequestError: it is something else.
+        RequestError: it is something else, or the model reads no sound.
     """
     config, parameter = model.config, next(model.parameters())
+    if not reads_sound(config):
+        raise RequestError(
+            "input_features was given, and attnkit reads sound with Whisper's models alone, which "
+            f"{type(model).__name__} is not; give text"
+        )
     wanted = _shape(model)
     is_tensor = isinstance(input_features, torch.Tensor)
     try:
