@@ -105,8 +105,7 @@ def test_a_model_generates_compiled_and_not(weights, tmp_path, monkeypatch):
     llm = LLM(tmp_path, weights=weights, num_blocks=8, max_model_len=64)
     kinds = Int8Linear | Int4Linear | GroupedLinear
     linears = [m for m in llm.engine.model.model.modules() if isinstance(m, kinds)]
-    assert len(linears) == 15
-    # 48 numbers are no whole groups.
+    assert len(linears) == (15 if HAS_INT8 else 4)  # The others have 48 inputs, no whole groups.
     assert isinstance(llm.engine.model.model.lm_head, Int8Linear if HAS_INT8 else nn.Linear)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     (output,) = llm.generate([[1, 2, 3, 4]], params)
