@@ -62,7 +62,7 @@ def test_no_kernel_spills(reports: dict[str, dict]) -> None:
 
 
 def test_no_kernel_reads_a_register_that_nothing_sets(reports: dict[str, dict]) -> None:
-    """The assembler once took others for them: codes of nvfp4 were wrong in every second row."""
+    """The assembler once took others for them: codes of nvfp4 were wrong in half of the rows."""
     assert not {name for name, r in reports.items() if r["unset_halves"]}
 
 

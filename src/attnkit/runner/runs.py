@@ -29,6 +29,7 @@ def check_progress(progress: object) -> None:
         ConfigurationError: it is neither.
     """
     wanted = "a function of three numbers"
+    # To pyright Callable is no class; isinstance takes it.
     check_kind("progress", progress, Callable, wanted, optional=True)  # type: ignore[arg-type]
 
 
