@@ -142,6 +142,8 @@ class LatentConfig(KernelConfig):
     rope_size: int
     head_tiles: int
     tile_rows: int
+    early: bool = True
+    ahead: bool = True
 
     @property
     def scorer_registers(self) -> int:
