@@ -747,7 +747,6 @@ def _api() -> types.ModuleType:
         named_barrier_arrive=lambda x, i, n: _named_barrier(x, i, n, False),
         named_barrier_sync=lambda x, i, n: _named_barrier(x, i, n, True),
         opaque=lambda x: x,
-        prefetch_l2=lambda pointer, there, num_bytes: None,
         let_next_start=lambda x: None,
         wait_for_kernel_before=lambda x: None,
         reciprocal=lambda x: 1.0 / x,

@@ -143,7 +143,6 @@ class LatentConfig(KernelConfig):
     head_tiles: int
     tile_rows: int
     early: bool = True
-    ahead: bool = True
 
     @property
     def scorer_registers(self) -> int:

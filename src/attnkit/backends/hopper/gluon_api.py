@@ -40,7 +40,6 @@ __all__ = [
     "named_barrier_arrive",
     "named_barrier_sync",
     "opaque",
-    "prefetch_l2",
     "reciprocal",
     "reinterpret",
     "square_root",
@@ -112,28 +111,6 @@ def wait_for_kernel_before(x):
 def opaque(x):
     """The int32 scalar x, as a value the compiler knows nothing about and computes in place."""
     return _run(x, "mov.b32 $0, $1;")
-
-
-@gluon.constexpr_function
-def _prefetch_asm(num_bytes: int):
-    return (
-        "{ .reg .pred p, q; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0;"
-        " setp.ne.and.s32 q, $2, 0, p;"
-        f" @q cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; mov.b32 $0, $2; }}"
-    )
-
-
-@gluon.jit
-def prefetch_l2(pointer, there, NUM_BYTES: gl.constexpr):
-    """Bring NUM_BYTES at `pointer`, both multiples of 16, into the L2 cache, if `there`."""
-    gl.inline_asm_elementwise(
-        _prefetch_asm(NUM_BYTES),
-        "=r,l,r",
-        [pointer.to(gl.int64), there.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit

@@ -32,7 +32,6 @@ from attnkit.backends.hopper.gluon_api import (
     named_barrier_arrive,
     named_barrier_sync,
     opaque,
-    prefetch_l2,
     reinterpret,
     tma_load,
     warpgroup_mma,
@@ -71,8 +70,6 @@ def produce(
     table_ptr,
     table_stride,
     num_pages,
-    c_ptr,
-    c_stride,
 ):
     """The warp that feeds block ME of each tile; warp 0 feeds Q too. `mine`: the half of the columns
     that consumer ME accumulates."""
@@ -116,12 +113,6 @@ def produce(
             )
             copy_tile(desc, rope_boxes, full.index(3 * ME + 2), now, block, 0, 2 * WIDTH, ME, ROPE)
             block += 2
-            if CONFIG.ahead:
-                for i in gl.static_range(HALF.block_n // HALF.rows):
-                    row = (block * HALF.block_n + i * HALF.rows) % HALF.page_size
-                    place = c_ptr + pages[i].to(gl.int64) * c_stride
-                    place = place + row * (2 * WIDTH + 64)
-                    prefetch_l2(place, pages[i] < num_pages, HALF.rows * (2 * WIDTH + 64) * 2)
             step += 1
         at += num_tiles
         record = pieces_ptr + (gl.program_id(0) + unit + 1) * 16
@@ -147,6 +138,7 @@ def add_others_block(
     their_top,
     full,
     log2_scale,
+    there,
 ):
     """Wait until the other consumer has weighed its block, and start the product with my half of it.
 
@@ -155,14 +147,15 @@ def add_others_block(
     """
     OTHER: gl.constexpr = 1 - ME
     HALF: gl.constexpr = CONFIG.half
-    named_barrier_sync(block, 8 + OTHER, 256)
-    highest = their_top.load(ROW_LAYOUT)
+    if there:
+        named_barrier_sync(block, 8 + OTHER, 256)
+        zero_past_end(mine_boxes, OTHER, block, num_keys, HALF)
+        # This half has long been there for the other consumer's scores; here it is said to this one.
+        mbarrier.wait(full.index(3 * OTHER + 1), phase)
+    highest = gl.where(there, their_top.load(ROW_LAYOUT), top)
     base = gl.where(highest == float("-inf"), 0.0, highest * log2_scale)
     fade = gl.exp2(top * log2_scale - base)
     acc = acc * gl.expand_dims(gl.convert_layout(fade, ACC_ROWS), 1)
-    zero_past_end(mine_boxes, OTHER, block, num_keys, HALF)
-    # This half has long been there for the other consumer's scores; here it is said to this one.
-    mbarrier.wait(full.index(3 * OTHER + 1), phase)
     acc = warpgroup_mma(rope_tiles.index(others), mine_tiles.index(others), acc, is_async=True)
     return acc, highest, total * fade
 
@@ -196,95 +189,6 @@ def weigh_block(
     fence_async_shared()
     named_barrier_arrive(block, 8 + ME, 256)
     return p, fade, top, total * fade + gl.sum(weights, 1)
-
-
-@gluon.jit
-def start_scores(
-    ME: gl.constexpr,
-    CONFIG: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-    q_mine,
-    mine_tiles,
-    nil,
-    own,
-    full,
-    phase,
-):
-    """Start the products of Q's columns of my half with my block's."""
-    mbarrier.wait(full.index(3 * ME), phase)
-    k = mine_tiles.index(own).permute((1, 0))
-    BLOCK_N: gl.constexpr = CONFIG.block_n
-    s = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
-    return warpgroup_mma(q_mine.index(nil), k, s, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def start_other_scores(
-    ME: gl.constexpr, s, q_others, q_end, others_tiles, rope_tiles, nil, own, full, phase
-):
-    """And of the other half, and of rope."""
-    mbarrier.wait(full.index(3 * ME + 1), phase)
-    k = others_tiles.index(own).permute((1, 0))
-    s = warpgroup_mma(q_others.index(nil), k, s, is_async=True)
-    mbarrier.wait(full.index(3 * ME + 2), phase)
-    return warpgroup_mma(q_end, rope_tiles.index(own).permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
-def add_my_block(
-    ME: gl.constexpr,
-    CONFIG: gl.constexpr,
-    IN_FLIGHT: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-    ACC_ROWS: gl.constexpr,
-    P_LAYOUT: gl.constexpr,
-    s,
-    acc,
-    top,
-    total,
-    block,
-    end_whole,
-    sight,
-    num_keys,
-    own,
-    rope_tiles,
-    mine_tiles,
-    mine_boxes,
-    my_top,
-    empty,
-    log2_scale,
-):
-    """Weigh my block, tell the other consumer, and add my half of it.
-
-    IN_FLIGHT: the product with the other's block still runs; its half is freed once it is over.
-    """
-    OTHER: gl.constexpr = 1 - ME
-    HALF: gl.constexpr = CONFIG.half
-    p, fade, top, total = weigh_block(
-        ME,
-        CONFIG,
-        S_LAYOUT,
-        s,
-        top,
-        total,
-        block,
-        end_whole,
-        sight,
-        rope_tiles,
-        my_top,
-        log2_scale,
-    )
-    # Before the wait: the branch in it keeps the assembler from lifting that above the softmax.
-    zero_past_end(mine_boxes, ME, block, num_keys, HALF)
-    if IN_FLIGHT:
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(2 * OTHER + ME), count=1)
-    acc = acc * gl.expand_dims(gl.convert_layout(fade, ACC_ROWS), 1)
-    p = gl.convert_layout(p, P_LAYOUT)
-    acc = warpgroup_mma(p, mine_tiles.index(own), acc, is_async=True)
-    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    mbarrier.arrive(empty.index(2 * ME + ME), count=1)
-    return acc, top, total
 
 
 @gluon.jit
@@ -348,188 +252,14 @@ def consume(
         acc = gl.zeros([64, WIDTH], gl.float32, ACC_LAYOUT)
         mbarrier.wait(q_full, num_done & 1)
         q_end = q_rope.load(Q_LAYOUT)
-        nil = opaque(gl.program_id(0) * 0)
-        own = nil + ME
-        others = nil + OTHER
-        if ME == 0:
-            if CONFIG.early:
-                s = start_scores(ME, CONFIG, S_LAYOUT, q_mine, mine_tiles, nil, own, full, step & 1)
-                s = start_other_scores(
-                    ME, s, q_others, q_end, others_tiles, rope_tiles, nil, own, full, step & 1
-                )
-                s, q_end = warpgroup_mma_wait(0, deps=(s, q_end))
-                if num_tiles == 1:
-                    mbarrier.arrive(q_empty, count=1)
-                acc, top, total = add_my_block(
-                    ME,
-                    CONFIG,
-                    False,
-                    S_LAYOUT,
-                    ACC_ROWS,
-                    P_LAYOUT,
-                    s,
-                    acc,
-                    top,
-                    total,
-                    2 * first_tile,
-                    end_whole,
-                    sight,
-                    num_keys,
-                    own,
-                    rope_tiles,
-                    mine_tiles,
-                    mine_boxes,
-                    my_top,
-                    empty,
-                    log2_scale,
-                )
-                for n in range(1, num_tiles):
-                    block = 2 * (first_tile + n)
-                    before = step & 1
-                    step += 1
-                    nil = opaque(gl.program_id(0) * 0)
-                    own = nil + ME
-                    others = nil + OTHER
-                    s = start_scores(
-                        ME, CONFIG, S_LAYOUT, q_mine, mine_tiles, nil, own, full, step & 1
-                    )
-                    s = start_other_scores(
-                        ME, s, q_others, q_end, others_tiles, rope_tiles, nil, own, full, step & 1
-                    )
-                    acc, top, total = add_others_block(
-                        ME,
-                        CONFIG,
-                        ROW_LAYOUT,
-                        ACC_ROWS,
-                        acc,
-                        top,
-                        total,
-                        block - 1,
-                        others,
-                        before,
-                        num_keys,
-                        rope_tiles,
-                        mine_tiles,
-                        mine_boxes,
-                        their_top,
-                        full,
-                        log2_scale,
-                    )
-                    s, q_end = warpgroup_mma_wait(1, deps=(s, q_end))
-                    if n == num_tiles - 1:
-                        mbarrier.arrive(q_empty, count=1)
-                    acc, top, total = add_my_block(
-                        ME,
-                        CONFIG,
-                        True,
-                        S_LAYOUT,
-                        ACC_ROWS,
-                        P_LAYOUT,
-                        s,
-                        acc,
-                        top,
-                        total,
-                        block,
-                        end_whole,
-                        sight,
-                        num_keys,
-                        own,
-                        rope_tiles,
-                        mine_tiles,
-                        mine_boxes,
-                        my_top,
-                        empty,
-                        log2_scale,
-                    )
-                acc, top, total = add_others_block(
-                    ME,
-                    CONFIG,
-                    ROW_LAYOUT,
-                    ACC_ROWS,
-                    acc,
-                    top,
-                    total,
-                    2 * (first_tile + num_tiles) - 1,
-                    others,
-                    step & 1,
-                    num_keys,
-                    rope_tiles,
-                    mine_tiles,
-                    mine_boxes,
-                    their_top,
-                    full,
-                    log2_scale,
-                )
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(empty.index(2 * OTHER + ME), count=1)
-                step += 1
-            else:
-                for n in range(0, num_tiles):
-                    block = 2 * (first_tile + n)
-                    nil = opaque(gl.program_id(0) * 0)
-                    own = nil + ME
-                    others = nil + OTHER
-                    s = start_scores(
-                        ME, CONFIG, S_LAYOUT, q_mine, mine_tiles, nil, own, full, step & 1
-                    )
-                    s = start_other_scores(
-                        ME, s, q_others, q_end, others_tiles, rope_tiles, nil, own, full, step & 1
-                    )
-                    s, q_end = warpgroup_mma_wait(0, deps=(s, q_end))
-                    if n == num_tiles - 1:
-                        mbarrier.arrive(q_empty, count=1)
-                    acc, top, total = add_my_block(
-                        ME,
-                        CONFIG,
-                        False,
-                        S_LAYOUT,
-                        ACC_ROWS,
-                        P_LAYOUT,
-                        s,
-                        acc,
-                        top,
-                        total,
-                        block,
-                        end_whole,
-                        sight,
-                        num_keys,
-                        own,
-                        rope_tiles,
-                        mine_tiles,
-                        mine_boxes,
-                        my_top,
-                        empty,
-                        log2_scale,
-                    )
-                    acc, top, total = add_others_block(
-                        ME,
-                        CONFIG,
-                        ROW_LAYOUT,
-                        ACC_ROWS,
-                        acc,
-                        top,
-                        total,
-                        block + 1,
-                        others,
-                        step & 1,
-                        num_keys,
-                        rope_tiles,
-                        mine_tiles,
-                        mine_boxes,
-                        their_top,
-                        full,
-                        log2_scale,
-                    )
-                    acc = warpgroup_mma_wait(0, deps=(acc,))
-                    mbarrier.arrive(empty.index(2 * OTHER + ME), count=1)
-                    step += 1
-        else:
-            for n in range(0, num_tiles):
+        for n in range(0, num_tiles):
+            block = 2 * (first_tile + n) + ME
+            phase = step & 1
+            nil = opaque(gl.program_id(0) * 0)
+            own = nil + ME
+            others = nil + OTHER
+            if ME == 1:
                 # Half a tile behind consumer 0.
-                block = 2 * (first_tile + n) + ME
-                nil = opaque(gl.program_id(0) * 0)
-                own = nil + ME
-                others = nil + OTHER
                 acc, top, total = add_others_block(
                     ME,
                     CONFIG,
@@ -540,7 +270,7 @@ def consume(
                     total,
                     block - 1,
                     others,
-                    step & 1,
+                    phase,
                     num_keys,
                     rope_tiles,
                     mine_tiles,
@@ -548,40 +278,125 @@ def consume(
                     their_top,
                     full,
                     log2_scale,
+                    True,
                 )
-                s = start_scores(ME, CONFIG, S_LAYOUT, q_mine, mine_tiles, nil, own, full, step & 1)
+            mbarrier.wait(full.index(3 * ME), phase)
+            s = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
+            k = mine_tiles.index(own).permute((1, 0))
+            s = warpgroup_mma(q_mine.index(nil), k, s, use_acc=False, is_async=True)
+            if ME == 1:
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 mbarrier.arrive(empty.index(2 * OTHER + ME), count=1)
-                s = start_other_scores(
-                    ME, s, q_others, q_end, others_tiles, rope_tiles, nil, own, full, step & 1
-                )
-                s, q_end = warpgroup_mma_wait(0, deps=(s, q_end))
-                if n == num_tiles - 1:
-                    mbarrier.arrive(q_empty, count=1)
-                acc, top, total = add_my_block(
+            mbarrier.wait(full.index(3 * ME + 1), phase)
+            s = warpgroup_mma(
+                q_others.index(nil), others_tiles.index(own).permute((1, 0)), s, is_async=True
+            )
+            mbarrier.wait(full.index(3 * ME + 2), phase)
+            s = warpgroup_mma(q_end, rope_tiles.index(own).permute((1, 0)), s, is_async=True)
+            EARLY: gl.constexpr = CONFIG.early and ME == 0
+            if EARLY:
+                acc, top, total = add_others_block(
                     ME,
                     CONFIG,
-                    False,
-                    S_LAYOUT,
+                    ROW_LAYOUT,
                     ACC_ROWS,
-                    P_LAYOUT,
-                    s,
                     acc,
                     top,
                     total,
-                    block,
-                    end_whole,
-                    sight,
+                    block - 1,
+                    others,
+                    phase ^ 1,
                     num_keys,
-                    own,
                     rope_tiles,
                     mine_tiles,
                     mine_boxes,
-                    my_top,
-                    empty,
+                    their_top,
+                    full,
                     log2_scale,
+                    n > 0,
                 )
-                step += 1
+                s, q_end = warpgroup_mma_wait(1, deps=(s, q_end))
+            else:
+                s, q_end = warpgroup_mma_wait(0, deps=(s, q_end))
+            if n == num_tiles - 1:
+                mbarrier.arrive(q_empty, count=1)
+            p, fade, top, total = weigh_block(
+                ME,
+                CONFIG,
+                S_LAYOUT,
+                s,
+                top,
+                total,
+                block,
+                end_whole,
+                sight,
+                rope_tiles,
+                my_top,
+                log2_scale,
+            )
+            # The branch in it keeps the assembler from lifting the wait above the softmax.
+            zero_past_end(mine_boxes, ME, block, num_keys, HALF)
+            if EARLY:
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(empty.index(2 * OTHER + ME), count=1, pred=n > 0)
+            acc = acc * gl.expand_dims(gl.convert_layout(fade, ACC_ROWS), 1)
+            p = gl.convert_layout(p, P_LAYOUT)
+            if EARLY:
+                acc = warpgroup_mma(p, mine_tiles.index(own), acc, use_acc=n > 0, is_async=True)
+            else:
+                acc = warpgroup_mma(p, mine_tiles.index(own), acc, is_async=True)
+            acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+            mbarrier.arrive(empty.index(2 * ME + ME), count=1)
+            LATE: gl.constexpr = ME == 0 and not CONFIG.early
+            if LATE:
+                acc, top, total = add_others_block(
+                    ME,
+                    CONFIG,
+                    ROW_LAYOUT,
+                    ACC_ROWS,
+                    acc,
+                    top,
+                    total,
+                    block + 1,
+                    others,
+                    phase,
+                    num_keys,
+                    rope_tiles,
+                    mine_tiles,
+                    mine_boxes,
+                    their_top,
+                    full,
+                    log2_scale,
+                    True,
+                )
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(empty.index(2 * OTHER + ME), count=1)
+            step += 1
+        LAST: gl.constexpr = ME == 0 and CONFIG.early
+        if LAST:
+            nil = opaque(gl.program_id(0) * 0)
+            acc, top, total = add_others_block(
+                ME,
+                CONFIG,
+                ROW_LAYOUT,
+                ACC_ROWS,
+                acc,
+                top,
+                total,
+                2 * (first_tile + num_tiles) - 1,
+                nil + OTHER,
+                (step & 1) ^ 1,
+                num_keys,
+                rope_tiles,
+                mine_tiles,
+                mine_boxes,
+                their_top,
+                full,
+                log2_scale,
+                True,
+            )
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index(2 * OTHER + ME), count=1)
 
         sums.index(ME).store(total)
         named_barrier_sync(step, 10, 256)
@@ -654,8 +469,6 @@ def latent_decode_kernel(
     lse_stride_token,
     k_scale_ptr,
     log2_scale,
-    c_ptr,
-    c_stride,
     CONFIG: gl.constexpr,
 ):
     """Set up buffers and roles; see `latent_launch.latent_decode_call` for the arguments."""
@@ -711,7 +524,7 @@ def latent_decode_kernel(
     right = right + (right_top, left_top) + shared
     feed = (rope_boxes, full, empty, q_desc, q_rope_desc, q_left_boxes, q_right_boxes)
     feed = feed + (q_rope_boxes, q_full, q_empty, share_ptr, pieces_ptr, table_ptr, table_stride)
-    feed = feed + (num_pages, c_ptr, c_stride)
+    feed = feed + (num_pages,)
     REGISTERS: gl.constexpr = CONFIG.producer_registers
     gl.warp_specialize(
         [

@@ -82,11 +82,6 @@ def latent_decode_call(o: LatentOperands, work: LatentWork, config: LatentConfig
                 ),
             ),
             "num_pages": num_blocks,
-            **(
-                {"c_ptr": o.cache, "c_stride": o.cache.stride(0)}
-                if kernel is latent_decode_kernel
-                else {}
-            ),
             **_strides_and_scale(o),
             "CONFIG": config,
         },
