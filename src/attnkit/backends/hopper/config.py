@@ -142,7 +142,6 @@ class LatentConfig(KernelConfig):
     rope_size: int
     head_tiles: int
     tile_rows: int
-    early: bool = True
 
     @property
     def scorer_registers(self) -> int:
@@ -168,6 +167,11 @@ class LatentConfig(KernelConfig):
     def half(self) -> LatentConfig:
         """Of the columns that one consumer accumulates."""
         return replace(self, head_size=self.head_size // 2)
+
+    @property
+    def quarter(self) -> LatentConfig:
+        """Of the columns that are waited for together where a block is scored."""
+        return replace(self, head_size=self.head_size // 4)
 
     @property
     def rope(self) -> LatentConfig:
