@@ -9,7 +9,7 @@ keeps the left columns of the output and consumer 1 the right ones. Of a tile of
 by itself; the row maxima and the weights cross over through shared memory, since each half of the
 output needs all weights. The weights of a block take the place of its rope columns, which nobody needs
 once it is scored. Consumer 1 is half a tile behind, and consumer 0 begins to score its next block before
-it adds the other's. So the tensor cores see block 0 scored, block 1 added, block 0 added, block 1 scored:
+it adds the other's. So tensor cores see block 0 scored, block 1 added, block 0 added, block 1 scored:
 each softmax runs beside other products, and so does each copy. A block comes in quarters of its columns,
 the first of which are scored while the last are on their way.
 
