@@ -6,6 +6,7 @@ workers inherit it. Tests that compile kernels for a GPU do so in a process of t
 """
 
 import os
+import signal
 import sys
 
 import torch
@@ -16,4 +17,7 @@ if "TRITON_INTERPRET" not in os.environ:
 if os.environ["TRITON_INTERPRET"] == "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # What a shell starts in the background ignores Ctrl-C, and so would all that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)

@@ -128,11 +128,6 @@ FAULTS = {
         "named_barrier_sync(block, 8 + OTHER, 256)",
         "pass",
     ),
-    "what comes before the first block is kept": (
-        "latent_decode",
-        "kept = n > 0 if ME == 0 else True",
-        "kept = True",
-    ),
     "a half is released early": (
         "latent_decode",
         "            zero_past_end(mine_boxes, ME, block",
