@@ -23,7 +23,7 @@ own half first.
 
 # ruff: noqa: RUF005, SIM102 (device code: tuples grow by +, and `if` on a constant stands alone)
 # pyright: reportArgumentType=false, reportAssignmentType=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from attnkit.backends.hopper.gluon_api import (
     barrier,
