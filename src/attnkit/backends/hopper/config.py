@@ -169,6 +169,11 @@ class LatentConfig(KernelConfig):
         return replace(self, head_size=self.head_size // 2)
 
     @property
+    def quarter(self) -> LatentConfig:
+        """Of the columns that are waited for together where a block is scored."""
+        return replace(self, head_size=self.head_size // 4)
+
+    @property
     def rope(self) -> LatentConfig:
         """Of the columns behind the latent."""
         return replace(self, head_size=self.rope_size)

@@ -8,8 +8,10 @@ A float32 accumulator of 64 rows by 512 columns is half of a multiprocessor's re
 keeps the left columns of the output and consumer 1 the right ones. Of a tile of 128 keys each scores 64
 by itself; the row maxima and the weights cross over through shared memory, since each half of the
 output needs all weights. The weights of a block take the place of its rope columns, which nobody needs
-once it is scored. Consumer 1 is half a tile behind: products of one run beside the softmax of the other,
-and copies of one block while the other is in use.
+once it is scored. Consumer 1 is half a tile behind, and consumer 0 begins to score its next block before
+it adds the other's. So tensor cores see block 0 scored, block 1 added, block 0 added, block 1 scored:
+each softmax runs beside other products, and so does each copy. A block comes in quarters of its columns,
+the first of which are scored while the last are on their way.
 
 Indices of buffers go through `opaque` in every step: from an address that the compiler knows to be the
 same it makes descriptors before the loop, more than there are uniform registers, and each product then
@@ -21,7 +23,7 @@ own half first.
 
 # ruff: noqa: RUF005, SIM102 (device code: tuples grow by +, and `if` on a constant stands alone)
 # pyright: reportArgumentType=false, reportAssignmentType=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from attnkit.backends.hopper.gluon_api import (
     barrier,
@@ -75,6 +77,7 @@ def produce(
     that consumer ME accumulates."""
     OTHER: gl.constexpr = 1 - ME
     HALF: gl.constexpr = CONFIG.half
+    QUARTER: gl.constexpr = CONFIG.quarter
     ROPE: gl.constexpr = CONFIG.rope
     WIDTH: gl.constexpr = HALF.head_size
     at, end, record = my_share(share_ptr)
@@ -95,7 +98,19 @@ def produce(
             pages = pages_of_tile(table, block + 2, 0, end_key, num_pages, HALF)
             phase = (step & 1) ^ 1
             mbarrier.wait(empty.index(2 * ME + ME), phase)
-            copy_tile(desc, mine_boxes, full.index(3 * ME), now, block, 0, ME * WIDTH, ME, HALF)
+            column = ME * WIDTH
+            for c in gl.static_range(2):
+                copy_tile(
+                    desc,
+                    mine_boxes,
+                    full.index(5 * ME + c),
+                    now,
+                    block,
+                    0,
+                    column + c * (WIDTH // 2),
+                    2 * ME + c,
+                    QUARTER,
+                )
             if ME == 0:
                 if n == 0:
                     mbarrier.wait(q_empty, (num_done & 1) ^ 1)
@@ -108,10 +123,20 @@ def produce(
                         tma_load(q_desc, at_box, q_full, q_right_boxes.index(c))
                     tma_load(q_rope_desc, [token, head_tile, 0, 0], q_full, q_rope_boxes.index(0))
             mbarrier.wait(empty.index(2 * ME + OTHER), phase)
-            copy_tile(
-                desc, others_boxes, full.index(3 * ME + 1), now, block, 0, OTHER * WIDTH, ME, HALF
-            )
-            copy_tile(desc, rope_boxes, full.index(3 * ME + 2), now, block, 0, 2 * WIDTH, ME, ROPE)
+            column = OTHER * WIDTH
+            for c in gl.static_range(2):
+                copy_tile(
+                    desc,
+                    others_boxes,
+                    full.index(5 * ME + 2 + c),
+                    now,
+                    block,
+                    0,
+                    column + c * (WIDTH // 2),
+                    2 * ME + c,
+                    QUARTER,
+                )
+            copy_tile(desc, rope_boxes, full.index(5 * ME + 4), now, block, 0, 2 * WIDTH, ME, ROPE)
             block += 2
             step += 1
         at += num_tiles
@@ -138,6 +163,7 @@ def add_others_block(
     their_top,
     full,
     log2_scale,
+    there,
 ):
     """Wait until the other consumer has weighed its block, and start the product with my half of it.
 
@@ -146,14 +172,16 @@ def add_others_block(
     """
     OTHER: gl.constexpr = 1 - ME
     HALF: gl.constexpr = CONFIG.half
-    named_barrier_sync(block, 8 + OTHER, 256)
-    highest = their_top.load(ROW_LAYOUT)
+    if there:
+        named_barrier_sync(block, 8 + OTHER, 256)
+        zero_past_end(mine_boxes, OTHER, block, num_keys, HALF)
+        # This half has long been there for the other consumer's scores; here it is said to this one.
+        mbarrier.wait(full.index(5 * OTHER + 2), phase)
+        mbarrier.wait(full.index(5 * OTHER + 3), phase)
+    highest = gl.where(there, their_top.load(ROW_LAYOUT), top)
     base = gl.where(highest == float("-inf"), 0.0, highest * log2_scale)
     fade = gl.exp2(top * log2_scale - base)
     acc = acc * gl.expand_dims(gl.convert_layout(fade, ACC_ROWS), 1)
-    zero_past_end(mine_boxes, OTHER, block, num_keys, HALF)
-    # This half has long been there for the other consumer's scores; here it is said to this one.
-    mbarrier.wait(full.index(3 * OTHER + 1), phase)
     acc = warpgroup_mma(rope_tiles.index(others), mine_tiles.index(others), acc, is_async=True)
     return acc, highest, total * fade
 
@@ -197,7 +225,8 @@ def consume(
     q_others,
     q_rope,
     mine_tiles,
-    others_tiles,
+    mine_quarters,
+    others_quarters,
     rope_tiles,
     mine_boxes,
     my_top,
@@ -256,7 +285,6 @@ def consume(
             nil = opaque(gl.program_id(0) * 0)
             own = nil + ME
             others = nil + OTHER
-            s = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
             if ME == 1:
                 # Half a tile behind consumer 0.
                 acc, top, total = add_others_block(
@@ -277,20 +305,53 @@ def consume(
                     their_top,
                     full,
                     log2_scale,
+                    True,
                 )
-            mbarrier.wait(full.index(3 * ME), phase)
-            k = mine_tiles.index(own).permute((1, 0))
-            s = warpgroup_mma(q_mine.index(nil), k, s, use_acc=False, is_async=True)
-            if ME == 1:
-                acc = warpgroup_mma_wait(1, deps=(acc,))
-                mbarrier.arrive(empty.index(2 * OTHER + ME), count=1)
-            mbarrier.wait(full.index(3 * ME + 1), phase)
-            s = warpgroup_mma(
-                q_others.index(nil), others_tiles.index(own).permute((1, 0)), s, is_async=True
-            )
-            mbarrier.wait(full.index(3 * ME + 2), phase)
+            else:
+                # Nothing is on its way here, but ptxas does not see that in the code of Triton 3.9:
+                # it would wait for the scores before it fades the accumulator (C7517).
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+            s = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
+            for c in gl.static_range(2):
+                mbarrier.wait(full.index(5 * ME + c), phase)
+                k = mine_quarters.index(2 * own + c).permute((1, 0))
+                q = q_mine.index(nil + c)
+                s = warpgroup_mma(q, k, s, use_acc=c > 0, is_async=True)
+                if ME == 1:
+                    if c == 0:
+                        acc = warpgroup_mma_wait(1, deps=(acc,))
+                        mbarrier.arrive(empty.index(2 * OTHER + ME), count=1)
+            for c in gl.static_range(2):
+                mbarrier.wait(full.index(5 * ME + 2 + c), phase)
+                k = others_quarters.index(2 * own + c).permute((1, 0))
+                s = warpgroup_mma(q_others.index(nil + c), k, s, is_async=True)
+            mbarrier.wait(full.index(5 * ME + 4), phase)
             s = warpgroup_mma(q_end, rope_tiles.index(own).permute((1, 0)), s, is_async=True)
-            s, q_end = warpgroup_mma_wait(0, deps=(s, q_end))
+            if ME == 0:
+                # There is nothing to add before the first block: whatever comes of it is not kept.
+                acc, top, total = add_others_block(
+                    ME,
+                    CONFIG,
+                    ROW_LAYOUT,
+                    ACC_ROWS,
+                    acc,
+                    top,
+                    total,
+                    block - 1,
+                    others,
+                    phase ^ 1,
+                    num_keys,
+                    rope_tiles,
+                    mine_tiles,
+                    mine_boxes,
+                    their_top,
+                    full,
+                    log2_scale,
+                    n > 0,
+                )
+                s, q_end = warpgroup_mma_wait(1, deps=(s, q_end))
+            else:
+                s, q_end = warpgroup_mma_wait(0, deps=(s, q_end))
             if n == num_tiles - 1:
                 mbarrier.arrive(q_empty, count=1)
             p, fade, top, total = weigh_block(
@@ -307,35 +368,42 @@ def consume(
                 my_top,
                 log2_scale,
             )
-            acc = acc * gl.expand_dims(gl.convert_layout(fade, ACC_ROWS), 1)
+            # The branch in it keeps the assembler from lifting the wait above the softmax.
             zero_past_end(mine_boxes, ME, block, num_keys, HALF)
+            if ME == 0:
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(empty.index(2 * OTHER + ME), count=1, pred=n > 0)
+            acc = acc * gl.expand_dims(gl.convert_layout(fade, ACC_ROWS), 1)
             p = gl.convert_layout(p, P_LAYOUT)
-            acc = warpgroup_mma(p, mine_tiles.index(own), acc, is_async=True)
+            kept = n > 0 if ME == 0 else True
+            acc = warpgroup_mma(p, mine_tiles.index(own), acc, use_acc=kept, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=(acc, p))
             mbarrier.arrive(empty.index(2 * ME + ME), count=1)
-            if ME == 0:
-                acc, top, total = add_others_block(
-                    ME,
-                    CONFIG,
-                    ROW_LAYOUT,
-                    ACC_ROWS,
-                    acc,
-                    top,
-                    total,
-                    block + 1,
-                    others,
-                    phase,
-                    num_keys,
-                    rope_tiles,
-                    mine_tiles,
-                    mine_boxes,
-                    their_top,
-                    full,
-                    log2_scale,
-                )
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(empty.index(2 * OTHER + ME), count=1)
             step += 1
+        if ME == 0:
+            nil = opaque(gl.program_id(0) * 0)
+            acc, top, total = add_others_block(
+                ME,
+                CONFIG,
+                ROW_LAYOUT,
+                ACC_ROWS,
+                acc,
+                top,
+                total,
+                2 * (first_tile + num_tiles) - 1,
+                nil + OTHER,
+                (step & 1) ^ 1,
+                num_keys,
+                rope_tiles,
+                mine_tiles,
+                mine_boxes,
+                their_top,
+                full,
+                log2_scale,
+                True,
+            )
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index(2 * OTHER + ME), count=1)
 
         sums.index(ME).store(total)
         named_barrier_sync(step, 10, 256)
@@ -427,11 +495,14 @@ def latent_decode_kernel(
     left_boxes = gl.allocate_shared_memory(DTYPE, HALVES, c_desc.layout)
     right_boxes = gl.allocate_shared_memory(DTYPE, HALVES, c_desc.layout)
     rope_boxes = gl.allocate_shared_memory(DTYPE, [2 * BOXES, 1, 1, ROWS, 64], c_desc.layout)
-    q_left = reinterpret(q_left_boxes, DTYPE, [1, 64, WIDTH], MATRIX)
-    q_right = reinterpret(q_right_boxes, DTYPE, [1, 64, WIDTH], MATRIX)
+    q_left = reinterpret(q_left_boxes, DTYPE, [2, 64, WIDTH // 2], MATRIX)
+    q_right = reinterpret(q_right_boxes, DTYPE, [2, 64, WIDTH // 2], MATRIX)
     q_rope = reinterpret(q_rope_boxes, DTYPE, [64, 64], MATRIX)
     left_tiles = reinterpret(left_boxes, DTYPE, [2, BLOCK_N, WIDTH], MATRIX)
     right_tiles = reinterpret(right_boxes, DTYPE, [2, BLOCK_N, WIDTH], MATRIX)
+    QUARTERS: gl.constexpr = [4, BLOCK_N, WIDTH // 2]
+    left_quarters = reinterpret(left_boxes, DTYPE, QUARTERS, MATRIX)
+    right_quarters = reinterpret(right_boxes, DTYPE, QUARTERS, MATRIX)
     rope_tiles = reinterpret(rope_boxes, DTYPE, [2, BLOCK_N, 64], MATRIX)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     left_top = gl.allocate_shared_memory(gl.float32, [64], VECTOR)
@@ -441,13 +512,13 @@ def latent_decode_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    # Of block b: 3 b its own consumer's half, then the other half, then rope.
-    full = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
+    # Of block b: 5 b its own consumer's half in two quarters, then the other half, then rope.
+    full = gl.allocate_shared_memory(gl.int64, [10, 1], BARRIER)
     # Of block b: 2 b + c is what consumer c releases: its half, and the rope of the other's block.
     empty = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=2)
-    for i in gl.static_range(6):
+    for i in gl.static_range(10):
         mbarrier.init(full.index(i), count=1)
     for i in gl.static_range(4):
         mbarrier.init(empty.index(i), count=1)
@@ -457,10 +528,10 @@ def latent_decode_kernel(
     shared = (sums, q_full, q_empty, full, empty, share_ptr, pieces_ptr)
     shared = shared + (states_ptr, sums_ptr, out_ptr, out_stride_token, out_stride_head)
     shared = shared + (lse_ptr, lse_stride_token, k_scale_ptr, log2_scale)
-    left = (q_left, q_right, q_rope, left_tiles, right_tiles, rope_tiles, left_boxes)
-    right = (q_right, q_left, q_rope, right_tiles, left_tiles, rope_tiles, right_boxes)
-    left = left + (left_top, right_top) + shared
-    right = right + (right_top, left_top) + shared
+    left = (q_left, q_right, q_rope, left_tiles, left_quarters, right_quarters)
+    left = left + (rope_tiles, left_boxes, left_top, right_top) + shared
+    right = (q_right, q_left, q_rope, right_tiles, right_quarters, left_quarters)
+    right = right + (rope_tiles, right_boxes, right_top, left_top) + shared
     feed = (rope_boxes, full, empty, q_desc, q_rope_desc, q_left_boxes, q_right_boxes)
     feed = feed + (q_rope_boxes, q_full, q_empty, share_ptr, pieces_ptr, table_ptr, table_stride)
     feed = feed + (num_pages,)
