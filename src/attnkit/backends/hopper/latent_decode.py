@@ -311,6 +311,8 @@ def consume(
                 # Nothing is on its way here, but ptxas does not see that in the code of Triton 3.9:
                 # it would wait for the scores before it fades the accumulator (C7517).
                 acc = warpgroup_mma_wait(0, deps=(acc,))
+                if n > 0:
+                    named_barrier_sync(block, 11, 256)
             s = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
             for c in gl.static_range(2):
                 mbarrier.wait(full.index(5 * ME + c), phase)
@@ -351,6 +353,11 @@ def consume(
                 )
                 s, q_end = warpgroup_mma_wait(1, deps=(s, q_end))
             else:
+                # Consumer 0's turn to score. Had it begun with this one, both would be done at once,
+                # and no products left for the time of this softmax.
+                s = warpgroup_mma_wait(2, deps=(s,))
+                if n < num_tiles - 1:
+                    named_barrier_arrive(block, 11, 256)
                 s, q_end = warpgroup_mma_wait(0, deps=(s, q_end))
             if n == num_tiles - 1:
                 mbarrier.arrive(q_empty, count=1)
