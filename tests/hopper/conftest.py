@@ -91,6 +91,7 @@ def emulate(
         "pieces",
         "row_tiles",
         "states",
+        "latent_copies",
         "prefill_copies",
         "prefill_tile",
         "code_scores",

@@ -16,9 +16,6 @@ the first of which are scored while the last are on their way.
 Indices of buffers go through `opaque` in every step: from an address that the compiler knows to be the
 same it makes descriptors before the loop, more than there are uniform registers, and each product then
 waits for its own to be moved (145 moves a step).
-
-One warp per block copies latents, in the order in which they are needed and become free: its consumer's
-own half first.
 """
 
 # ruff: noqa: RUF005, SIM102 (device code: tuples grow by +, and `if` on a constant stands alone)
@@ -35,113 +32,17 @@ from attnkit.backends.hopper.gluon_api import (
     named_barrier_sync,
     opaque,
     reinterpret,
-    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from attnkit.backends.hopper.latent_copies import produce
 from attnkit.backends.hopper.pieces import my_share, read_piece, read_split, read_unit
 from attnkit.backends.hopper.states import place_of_state, store_out, store_state
 from attnkit.backends.hopper.tile import (
-    copy_tile,
     mask_scores,
     online_softmax,
-    pages_of_tile,
     zero_past_end,
 )
-
-
-@gluon.jit
-def produce(
-    ME: gl.constexpr,
-    CONFIG: gl.constexpr,
-    desc,
-    mine_boxes,
-    others_boxes,
-    rope_boxes,
-    full,
-    empty,
-    q_desc,
-    q_rope_desc,
-    q_left_boxes,
-    q_right_boxes,
-    q_rope_boxes,
-    q_full,
-    q_empty,
-    share_ptr,
-    pieces_ptr,
-    table_ptr,
-    table_stride,
-    num_pages,
-):
-    """The warp that feeds block ME of each tile; warp 0 feeds Q too. `mine`: the half of the columns
-    that consumer ME accumulates."""
-    OTHER: gl.constexpr = 1 - ME
-    HALF: gl.constexpr = CONFIG.half
-    QUARTER: gl.constexpr = CONFIG.quarter
-    ROPE: gl.constexpr = CONFIG.rope
-    WIDTH: gl.constexpr = HALF.head_size
-    at, end, record = my_share(share_ptr)
-    step = 0
-    num_done = 0
-    while at < end:
-        request, token, head_tile, num_tokens, position, reach, num_keys, first_tile, num_tiles = (
-            read_piece(record)
-        )
-        unit = read_unit(record)
-        table = table_ptr + request.to(gl.int64) * table_stride
-        end_key = gl.maximum(gl.minimum(position + reach + num_tokens, num_keys), 0)
-        block = 2 * first_tile + ME
-        pages = pages_of_tile(table, block, 0, end_key, num_pages, HALF)
-        for n in range(0, num_tiles):
-            now = pages
-            # Past the last tile this finds pages that nobody copies.
-            pages = pages_of_tile(table, block + 2, 0, end_key, num_pages, HALF)
-            phase = (step & 1) ^ 1
-            mbarrier.wait(empty.index(2 * ME + ME), phase)
-            column = ME * WIDTH
-            for c in gl.static_range(2):
-                copy_tile(
-                    desc,
-                    mine_boxes,
-                    full.index(5 * ME + c),
-                    now,
-                    block,
-                    0,
-                    column + c * (WIDTH // 2),
-                    2 * ME + c,
-                    QUARTER,
-                )
-            if ME == 0:
-                if n == 0:
-                    mbarrier.wait(q_empty, (num_done & 1) ^ 1)
-                    mbarrier.expect(q_full, CONFIG.tile_rows * (2 * WIDTH + 64) * 2)
-                    for c in gl.static_range(WIDTH // 64):
-                        at_box = [token, head_tile, 0, c * 64]
-                        tma_load(q_desc, at_box, q_full, q_left_boxes.index(c))
-                    for c in gl.static_range(WIDTH // 64):
-                        at_box = [token, head_tile, 0, WIDTH + c * 64]
-                        tma_load(q_desc, at_box, q_full, q_right_boxes.index(c))
-                    tma_load(q_rope_desc, [token, head_tile, 0, 0], q_full, q_rope_boxes.index(0))
-            mbarrier.wait(empty.index(2 * ME + OTHER), phase)
-            column = OTHER * WIDTH
-            for c in gl.static_range(2):
-                copy_tile(
-                    desc,
-                    others_boxes,
-                    full.index(5 * ME + 2 + c),
-                    now,
-                    block,
-                    0,
-                    column + c * (WIDTH // 2),
-                    2 * ME + c,
-                    QUARTER,
-                )
-            copy_tile(desc, rope_boxes, full.index(5 * ME + 4), now, block, 0, 2 * WIDTH, ME, ROPE)
-            block += 2
-            step += 1
-        at += num_tiles
-        record = pieces_ptr + (gl.program_id(0) + unit + 1) * 16
-        num_done += 1
 
 
 @gluon.jit
@@ -156,22 +57,21 @@ def add_others_block(
     block,
     others,
     phase,
-    num_keys,
-    rope_tiles,
-    mine_tiles,
-    mine_boxes,
-    their_top,
-    full,
-    log2_scale,
     there,
+    given,
 ):
     """Wait until the other consumer has weighed its block, and start the product with my half of it.
+
+    Args:
+        there: whether it exists; if not, the accumulator is nobody's.
+        given: what is the same for all blocks of a piece.
 
     Returns:
         accumulator in flight, maximum and sum of the rows.
     """
     OTHER: gl.constexpr = 1 - ME
     HALF: gl.constexpr = CONFIG.half
+    num_keys, rope_tiles, mine_tiles, mine_boxes, their_top, full, log2_scale = given
     if there:
         named_barrier_sync(block, 8 + OTHER, 256)
         zero_past_end(mine_boxes, OTHER, block, num_keys, HALF)
@@ -279,6 +179,7 @@ def consume(
         acc = gl.zeros([64, WIDTH], gl.float32, ACC_LAYOUT)
         mbarrier.wait(q_full, num_done & 1)
         q_end = q_rope.load(Q_LAYOUT)
+        given = (num_keys, rope_tiles, mine_tiles, mine_boxes, their_top, full, log2_scale)
         for n in range(0, num_tiles):
             block = 2 * (first_tile + n) + ME
             phase = step & 1
@@ -298,14 +199,8 @@ def consume(
                     block - 1,
                     others,
                     phase,
-                    num_keys,
-                    rope_tiles,
-                    mine_tiles,
-                    mine_boxes,
-                    their_top,
-                    full,
-                    log2_scale,
                     True,
+                    given,
                 )
             else:
                 # Nothing is on its way here, but ptxas does not see that in the code of Triton 3.9:
@@ -342,14 +237,8 @@ def consume(
                     block - 1,
                     others,
                     phase ^ 1,
-                    num_keys,
-                    rope_tiles,
-                    mine_tiles,
-                    mine_boxes,
-                    their_top,
-                    full,
-                    log2_scale,
                     n > 0,
+                    given,
                 )
                 s, q_end = warpgroup_mma_wait(1, deps=(s, q_end))
             else:
@@ -400,14 +289,8 @@ def consume(
                 2 * (first_tile + num_tiles) - 1,
                 nil + OTHER,
                 (step & 1) ^ 1,
-                num_keys,
-                rope_tiles,
-                mine_tiles,
-                mine_boxes,
-                their_top,
-                full,
-                log2_scale,
                 True,
+                given,
             )
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index(2 * OTHER + ME), count=1)
